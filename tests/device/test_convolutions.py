@@ -17,7 +17,7 @@ from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.emulator.sequence import findings
 from peerlane.problems.families.conv import from_zigzag, zigzag_shard
 from peerlane.solutions.families import gated_convolution as direct
-from peerlane.solutions.families import long_convolution, sphere_exchange, sphere_taps
+from peerlane.solutions.families import long_convolution, sphere_exchange, sphere_mixing, sphere_taps
 from representatives import first
 
 BF16 = torch.bfloat16
@@ -125,6 +125,28 @@ def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: p
     monkeypatch.setattr(sphere_taps, "MOST_MIXED", 0)
     monkeypatch.setattr(sphere_taps, "RESPONSE_BYTES", 1000)
     require_correct(judge(solutions.files()[62], 62, problems.get(62).case("small", label, 2), schedules=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 5, 71, 9), (1, 1, 130, 136, 131)], ids=str)
+def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int]) -> None:
+    images, groups, outputs, terms, points = sizes
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(images, groups, terms, points), torch.randn(groups * outputs, terms), torch.randn(groups * outputs)
+
+    def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(images, groups * outputs, points + 7)
+        sphere_mixing.mix(group_of(), x, sphere_mixing.Mixing(weight, groups, bias), y, 4)
+        return y
+
+    emulated = EmulatedRanks(1, schedules=1)
+    emulated.load(lambda rank: call)
+    got = emulated.call([(x, weight, bias)], lambda rank, y: y.clone())[0].view(images, -1, points + 7)
+    exact = torch.einsum("got,igtp->igop", weight.view(groups, outputs, terms).double(), x.double()).flatten(1, 2) + bias.double().view(
+        -1, 1
+    )
+    assert (got[..., 4:-3] - exact).norm() < 2e-7 * exact.norm()
+    assert not got[..., :4].any() and not got[..., -3:].any()
 
 
 @pytest.mark.slow

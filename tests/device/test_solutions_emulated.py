@@ -1,6 +1,7 @@
 """Solutions on emulated ranks: right as they are, and refused with one thing broken."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,12 @@ TWINS = [
     (68, "uneven_bf16", "id >= end) continue;", "id > end) continue;"),
     (69, "ragged_bf16", "peers.barrier(blockIdx.x, epoch);", ""),
     (76, "plain_bf16", "communicator(group).all_reduce(result)", "pass"),
-    (78, "two_tiles_bf16", "[arena.rank * total + i] = value", "[i] = value"),
+    (
+        78,
+        "two_tiles_bf16",
+        "char* const to = arena.peer(rank_after<WORLD_SIZE>(arena.rank, k), plane_of(arena.rank, plane));",
+        "char* const to = arena.local(plane_of(arena.rank, plane));",
+    ),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
@@ -110,6 +116,38 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
         given = [(shard.clone(), target.clone(), None if gradient is None else gradient.clone()) for shard in logits]
         for found in ranks.call(given, lambda rank, output: output.clone()):
             assert found[0].isnan().all() and not found[1].isnan().any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "label", "sizes"),
+    [
+        (71, "three_taps_fp32", {"chunk": 40}),
+        (71, "whole_chunk_bf16", {"chunk": 272}),
+        (87, "three_bf16", {"channels": 40, "columns": 70}),
+        (87, "thin_bf16", {"channels": 8, "columns": 6}),
+        (78, "no_overlap_bf16", {"z": (1, 4, 2, 6, 8), "tile": (2, 4, 4), "overlaps": (0.25, 0.5), "upsample": (8, 2)}),
+    ],
+)
+def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping[str, object]) -> None:
+    case = case_of(number, label, 2)
+    require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    if (before >= 0) peers.wait(before, 1 + blockIdx.x, epoch);\n", ""),
+        ("turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"),
+    ],
+)
+def test_turned_rows_with_one_thing_wrong_are_refused(old: str, new: str, tmp_path: Path) -> None:
+    text, case = solutions.files()[87].read_text(), case_of(87, "three_bf16", 2)
+    assert text.count(old) == 1
+    file = tmp_path / solutions.files()[87].name
+    file.write_text(text.replace(old, new))
+    assert not judge(file, 87, replace(case, params={**case.params, "channels": 8, "columns": 6}), schedules=4).correct
 
 
 @pytest.fixture

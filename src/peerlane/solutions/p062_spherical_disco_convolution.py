@@ -1,9 +1,9 @@
 """Problem 62, a convolution on the sphere over a grid of ranks: what filters reach is sent, a kernel applies them, one sums latitudes.
 
 Each rank makes its own longitudes of the output alone. So channels are mixed before latitudes are summed: ranks exchange outputs, not the
-filters' responses, which are K C / C_out times as many. ``families/sphere_exchange.py`` fetches the longitudes that filters reach, some
-images at a time while the images before are convolved; ``families/sphere_taps.py`` has the kernel of taps. Bound by the mixing in float32
-where channels are mixed, and else by loads from L1, one for each tap, channel and output."""
+filters' responses, which are K C / C_out times as many. ``families/sphere_exchange.py`` fetches the longitudes that filters reach;
+``families/sphere_taps.py`` has the kernel of taps, and ``families/sphere_mixing.py`` that of channels, where they are many. Bound by the
+multiplications of taps in float32, and in the depthwise form by loads from L1, one for each tap, channel and output."""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.solutions.families.sphere_exchange import ArcExchange, arc_exchange, shares
-from peerlane.solutions.families.sphere_taps import Mixing, Taps, convolve
+from peerlane.solutions.families.sphere_mixing import Mixing
+from peerlane.solutions.families.sphere_taps import Taps, convolve
 
 SUM = r"""
 #include <peerlane/rows.cuh>

@@ -50,7 +50,48 @@ __device__ void convolve(const HaloConvolution& args, const Chunk& chunk, u32 ro
     RowOf<ELEMENT>(args.out, u64(2) * row + half, args.length).store(first, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+// All outputs of a chunk behind the first eight, of two to nine taps. Rows begin at multiples of 16 bytes. A lane has some vectors under
+// way at a time, each with the one before it, which is in L1.
+__device__ void convolve_inside(const HaloConvolution& args, u32 row, u32 half) {
+    constexpr u32 vectors = bytes * row_lanes / sizeof(Vec16), words = 4 * vectors, at_once = 4 / vectors;
+    const u64 begin = (u64(2) * row + half) * args.length * bytes;
+    const Vec16* const in = reinterpret_cast<const Vec16*>(args.x + begin);
+    Vec16* const out = reinterpret_cast<Vec16*>(args.out + begin);
+    float weight[TAPS];
+#pragma unroll
+    for (u32 tap = 0; tap < TAPS; ++tap) weight[tap] = element_of<ELEMENT>(args.weight, u64(row % args.channels) * TAPS + tap);
+    const u32 places = args.length / row_lanes;
+    for (u32 first = Warp{}.thread(); first < places; first += at_once * warp_threads) {
+        Vec16 loaded[at_once][2 * vectors] = {};
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i) {
+            const u32 place = first + i * warp_threads;
+            if (place == 0 || place >= places) continue;
+#pragma unroll
+            for (u32 v = 0; v < 2 * vectors; ++v) loaded[i][v] = in[(place - 1) * vectors + v];
+        }
+#pragma unroll
+        for (u32 i = 0; i < at_once; ++i) {
+            const u32 place = first + i * warp_threads;
+            if (place == 0 || place >= places) continue;
+            float value[2 * row_lanes], sum[row_lanes] = {};
+            Vec16 result[vectors];
+#pragma unroll
+            for (u32 w = 0; w < 2 * words; ++w) ELEMENT::widen(loaded[i][w / 4].word[w % 4], value + w * ELEMENT::lanes);
+#pragma unroll
+            for (u32 tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+                for (u32 e = 0; e < row_lanes; ++e) sum[e] += weight[tap] * value[(row_lanes - history + tap + e) % (2 * row_lanes)];
+            }
+#pragma unroll
+            for (u32 w = 0; w < words; ++w) result[w / 4].word[w % 4] = ELEMENT::narrow(sum + w * ELEMENT::lanes);
+#pragma unroll
+            for (u32 v = 0; v < vectors; ++v) out[place * vectors + v] = result[v];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
     halo_convolution(const __grid_constant__ Arena arena, const __grid_constant__ HaloConvolution args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
@@ -65,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(512)
     });
     if (after >= 0) peers.signal(after, blockIdx.x, epoch);
     if (before >= 0) peers.signal(before, blockIdx.x, epoch);
+    const bool vectors = args.length % row_lanes == 0 && aligned_for<Vec16>(args.x);
     for (int edge = 0; edge < 2; ++edge) {
         if (edge && before >= 0) peers.wait(before, blockIdx.x, epoch);  // a row has the same block on every rank
         if (edge && after >= 0) peers.wait(after, blockIdx.x, epoch);
@@ -72,8 +114,14 @@ extern "C" __global__ void __launch_bounds__(512)
             for (u32 half = 0; half < 2; ++half) {
                 const char* from = half == 0 ? before >= 0 ? arena.local(borders + row * border) : nullptr
                                              : after >= 0 ? arena.local(borders + side + row * border) : tail(row, 0);
+                if constexpr (reach == row_lanes) {
+                    if (vectors && edge == 0) {
+                        convolve_inside(args, row, half);
+                        continue;
+                    }
+                }
                 const Chunk chunk{RowOf<ELEMENT>(args.x, u64(2) * row + half, args.length), from};
-                each_column(args.length, [&](u32 first) {
+                each_column(edge == 1 ? min(args.length, u32(reach)) : args.length, [&](u32 first) {
                     if ((int(first) < reach) == (edge == 1)) convolve(args, chunk, row, half, first);
                 });
             }
@@ -94,7 +142,7 @@ def halo_convolution(group: Group, shape: tuple[int, ...], taps: int, dtype: tor
     return HALO_CONVOLUTION.bind(
         group,
         grid=grid,
-        block=min(512, group.max_threads),
+        block=min(1024, group.max_threads),
         defines={"ELEMENT": element_type(dtype), "TAPS": taps},
         sizes={"flags": grid, "borders": 4 * batch * channels * (taps - 1) * dtype.itemsize},
         rows=batch * channels,

@@ -128,9 +128,6 @@ SPHERE_SEND = DeclaredKernel(
     rows=U32, first=U32, end=U32, most=U32, width=array(U32, MAX_RANKS),
 )  # fmt: skip
 
-PARTS = 4
-"""The parts of the images. A part is sent while the one before is convolved."""
-
 
 def shares(size: int, count: int) -> list[int]:
     """Returns how many of ``size`` items each rank has: ceil(size / count) but for the last; floor, if that left it none."""
@@ -166,7 +163,7 @@ class ArcExchange:
         )  # fmt: skip
         self.arcs = self.send.tensor("arcs", (self.images * self.rows * others,), torch.float32)
 
-    def __call__(self, x: torch.Tensor, places: torch.Tensor) -> Iterator[range]:
+    def __call__(self, x: torch.Tensor, places: torch.Tensor, most_parts: int) -> Iterator[range]:
         """Yields parts of the images of contiguous x; the caller's stream then has others' longitudes of these in ``arcs``.
 
         ``places`` are where filters have taps, row times nlon_in plus longitude. Every part must be taken.
@@ -181,7 +178,7 @@ class ArcExchange:
         self._choose(marks=marks, chosen=chosen)
         side = side_stream(self.group, x.is_cuda)
         side.follow()
-        each = -(-batch // PARTS)
+        each = -(-batch // most_parts)
         parts = [range(first, min(first + each, batch)) for first in range(0, batch, each)]
         ready = []
         with side():

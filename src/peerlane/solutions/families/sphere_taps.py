@@ -8,7 +8,7 @@ If not, filters take turns. What becomes of the responses depends on the shape:
 
     folded      one channel a group: weights are multiplied into the filters, so that one sum is left in place of K
     mixed       few channels and filters: a thread has all responses of a group and mixes them itself
-    responses   else: those of some latitudes go to memory, and cuBLAS mixes them in float32
+    responses   else: those of some latitudes go to memory, and ``sphere_mixing.py`` mixes them
 
 Bound: the mixing product, else one load from L1 for K multiplications (folded: one for one, which is what limits it). x is read where it
 lies: the own arc in x, others' where the exchange left them.
@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, Group, LocalKernel, Pointer, per_group
+from peerlane.device.host.jit import device_arch
 from peerlane.solutions.families.sphere_exchange import ArcExchange
+from peerlane.solutions.families.sphere_mixing import Mixing, mix
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
@@ -46,25 +48,64 @@ __device__ inline Column column_at(const SphereTaps& args, u32 row, u32 longitud
     return {x + row * width + longitude - begin, args.rows * width};
 }
 
-// Adds the staged taps to the sums of filters [first, first + FILTERS) or, for one filter, of that alone.
+// What a block reads: channels [image, image + channels) of x, from longitude `turn` on, where its first thread's circle begins.
+struct Source {
+    u32 image, channels, turn;
+};
+
+// An input row of these channels to shared memory, its circles repeated as far as the last thread reads.
+__device__ inline void stage_row(const SphereTaps& args, const Source& source, u32 row, float* circles) {
+    for (u32 i = threadIdx.x; i < PITCH; i += blockDim.x) {
+        const Column column = column_at(args, row, (source.turn + i) % args.circle);
+        const float* x = column.x + source.image * column.channel;
+#pragma unroll
+        for (u32 c = 0; c < CHANNELS; ++c) circles[c * PITCH + i] = c < source.channels ? x[c * column.channel] : 0.0f;
+    }
+}
+
+// Adds the staged taps to the sums of filters [first, first + FILTERS) or, for one filter, of that alone. `staged` is the row that is in
+// shared memory; only responses are made from there, which multiply a load with many filters' values.
 template <u32 first, u32 count>
 __device__ inline void add_taps(
-    const SphereTaps& args, const Shared& shared, u32 taps, u32 image, u32 channels, u32 turn, float (&sum)[sums][CHANNELS]) {
-#pragma unroll 2
-    for (u32 tap = 0; tap < taps; ++tap) {
-        u32 longitude = shared.longitude[tap] + turn;
-        if (longitude >= args.circle) longitude -= args.circle;
-        const Column column = column_at(args, shared.row[tap], longitude);
-        const float* x = column.x + image * column.channel;
+    const SphereTaps& args, const Shared& shared, u32 taps, const Source& source, u32& staged, float (&sum)[sums][CHANNELS]) {
+    const auto add = [&](u32 tap, const auto& x_of) {
 #pragma unroll
         for (u32 c = 0; c < CHANNELS; ++c) {
-            const float value = c < channels ? x[c * column.channel] : 0.0f;
+            const float value = x_of(c);
             if constexpr (MODE == folded) {
                 sum[0][c] += shared.value[tap][c] * value;
             } else {
 #pragma unroll
                 for (u32 k = first; k < first + count; ++k) sum[k][c] += shared.value[tap][k] * value;
             }
+        }
+    };
+    if constexpr (MODE == responses) {
+        float* const circles = reinterpret_cast<float*>(ptx::dynamic_shared());
+        const float* const own = circles + threadIdx.x * args.step;
+        for (u32 tap = 0, end = 0; tap < taps; tap = end) {
+            const u32 row = shared.row[tap];
+            if (row != staged) {
+                __syncthreads();
+                stage_row(args, source, row, circles);
+                __syncthreads();
+                staged = row;
+            }
+            while (++end < taps && shared.row[end] == row) {}
+#pragma unroll 2
+            for (u32 i = tap; i < end; ++i) {
+                const float* const x = own + shared.longitude[i];
+                add(i, [&](u32 c) { return x[c * PITCH]; });
+            }
+        }
+    } else {
+#pragma unroll 2
+        for (u32 tap = 0; tap < taps; ++tap) {
+            u32 longitude = shared.longitude[tap] + source.turn;
+            if (longitude >= args.circle) longitude -= args.circle;
+            const Column column = column_at(args, shared.row[tap], longitude);
+            const float* const x = column.x + source.image * column.channel;
+            add(tap, [&](u32 c) { return c < source.channels ? x[c * column.channel] : 0.0f; });
         }
     }
 }
@@ -103,35 +144,39 @@ __device__ void stage(const Lists& lists, Shared& shared, u64 from, u32 count, u
 
 template <u32 k>
 __device__ inline void each_filter(
-    const Lists& lists, Shared& shared, u32 filters, u32 image, u32 channels, u32 turn, u32 output, float (&sum)[sums][CHANNELS]) {
+    const Lists& lists, Shared& shared, u32 filters, const Source& source, u32& staged, u32 output, float (&sum)[sums][CHANNELS]) {
     if constexpr (k < FILTERS) {
         if (k < filters) {
             const u64 all = lists.end(k) - lists.begin(k);
             for (u64 from = 0; from < all; from += most_taps) {
                 const u32 count = u32(min(all - from, u64(most_taps)));
-                stage(lists, shared, from, count, k, 1, output, channels);
-                add_taps<k, 1>(lists.args, shared, count, image, channels, turn, sum);
+                stage(lists, shared, from, count, k, 1, output, source.channels);
+                add_taps<k, 1>(lists.args, shared, count, source, staged, sum);
             }
         }
-        each_filter<k + 1>(lists, shared, filters, image, channels, turn, output, sum);
+        each_filter<k + 1>(lists, shared, filters, source, staged, output, sum);
     }
 }
 
-// Images [first_image, end_image) are images times channels; `some` latitudes. A block takes CHANNELS of them, or outputs (folded).
-extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_constant__ SphereTaps args) {
+// Images [first_image, end_image) are images times channels. `some` latitudes, those at the ends first, for disks are widest near the
+// poles. A block takes CHANNELS of them, or outputs (folded).
+extern "C" __global__ void __launch_bounds__(192, 3) sphere_taps(const __grid_constant__ SphereTaps args) {
     __shared__ Shared shared;
     const u32 spans = (args.columns + blockDim.x - 1) / blockDim.x, wanted = MODE == folded ? args.outputs : args.channels;
     const u32 bundles = (wanted + CHANNELS - 1) / CHANNELS, images = (args.end_image - args.first_image) / args.channels;
     const u32 passes = MODE == folded ? 1 : (args.filters + FILTERS - 1) / FILTERS;
-    for (u64 item = blockIdx.x; item < u64(args.some) * images * bundles * passes * spans; item += gridDim.x) {
-        const u32 q = u32(item % spans) * blockDim.x + threadIdx.x, bundle = u32(item / spans % bundles);
-        const u32 pass = u32(item / spans / bundles % passes), turns = u32(item / spans / bundles / passes);
-        const u32 batch = args.first_image / args.channels + turns % images, latitude = args.first_latitude + turns / images;
+    for (u32 item = blockIdx.x; item < args.some * images * bundles * passes * spans; item += gridDim.x) {
+        const u32 q = item % spans * blockDim.x + threadIdx.x, bundle = item / spans % bundles;
+        const u32 pass = item / spans / bundles % passes, turns = item / spans / bundles / passes;
+        const u32 batch = args.first_image / args.channels + turns % images, place = turns / images;
+        const u32 latitude = args.first_latitude + (place % 2 == 0 ? place / 2 : args.some - 1 - place / 2);
         const u32 first = bundle * CHANNELS, channels = min(u32(CHANNELS), wanted - first);
-        const u32 image = batch * args.channels + first, turn = min(q, args.columns - 1) * args.step + args.first_turn;
+        const u32 image = batch * args.channels + first, begin = MODE == responses ? q - threadIdx.x : min(q, args.columns - 1);
+        const Source source{image, channels, begin * args.step + args.first_turn};
         const u32 filters = MODE == folded ? args.filters : min(u32(FILTERS), args.filters - pass * FILTERS);
         const Lists lists{args, latitude, pass * FILTERS};
         float sum[sums][CHANNELS] = {};
+        u32 staged = ~0u;
 
         __syncthreads();
         if (threadIdx.x == 0) shared.equal = 1;
@@ -150,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_const
             for (u64 from = 0; from < all; from += most_taps) {
                 const u32 count = u32(min(all - from, u64(most_taps)));
                 stage(lists, shared, from, count, 0, filters, first, channels);
-                add_taps<0, FILTERS>(args, shared, count, image, channels, turn, sum);
+                add_taps<0, FILTERS>(args, shared, count, source, staged, sum);
             }
         } else if constexpr (MODE == folded) {
             for (u32 k = 0; k < filters; ++k) {
@@ -158,11 +203,11 @@ extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_const
                 for (u64 from = 0; from < taps; from += most_taps) {
                     const u32 count = u32(min(taps - from, u64(most_taps)));
                     stage(lists, shared, from, count, k, 1, first, channels);
-                    add_taps<0, 1>(args, shared, count, image, channels, turn, sum);
+                    add_taps<0, 1>(args, shared, count, source, staged, sum);
                 }
             }
         } else {
-            each_filter<0>(lists, shared, filters, image, channels, turn, first, sum);
+            each_filter<0>(lists, shared, filters, source, staged, first, sum);
         }
         if (q >= args.columns) continue;
         if constexpr (MODE == responses) {
@@ -206,9 +251,11 @@ SPHERE_TAPS = LocalKernel(
     own=U32, inverse_columns=F32,
 )  # fmt: skip
 
-RESPONSE_BYTES = 64 * 2**20
-"""The most bytes of responses in memory at a time."""
-MOST_SUMS, MOST_FILTERS, MOST_MIXED = 72, 9, 32
+PARTS = 4
+"""The parts of the images, of which one is sent while the one before is convolved; responses are made of all at once."""
+RESPONSE_BYTES = 512 * 2**20
+"""The most bytes of responses in memory at a time. A launch for all latitudes has light ones to do beside those near the poles."""
+MOST_SUMS, MOST_FILTERS, MOST_MIXED = 56, 9, 32
 """Sums that a thread has in registers, filters among them, and responses that it mixes itself."""
 
 
@@ -220,14 +267,6 @@ class Taps(NamedTuple):
     starts: torch.Tensor
     filters: int
     latitudes: int
-
-
-class Mixing(NamedTuple):
-    """Contiguous weights (outputs, channels of a group, filters), and a bias that is to be added here."""
-
-    weight: torch.Tensor
-    groups: int
-    bias: torch.Tensor | None
 
 
 class Form(NamedTuple):
@@ -251,12 +290,17 @@ def form_of(channels: int, outputs: int, groups: int, filters: int) -> Form:
 
 
 @per_group
-def _taps(group: Group, form: Form, columns: int) -> BoundKernel:
+def _taps(group: Group, form: Form, columns: int, circle: int, step: int, rows: int) -> BoundKernel:
+    """``rows`` of ``columns`` outputs, each for all channels and filters that a block has at a time."""
+    spans = -(-columns // min(192, group.max_threads))
+    block = min(group.max_threads, -(-columns // (32 * spans)) * 32)
+    pitch = circle + (block - 1) * step if form.mode == "responses" else 0
     return SPHERE_TAPS.bind(
         group,
-        grid=16 * group.sm_count,
-        block=min(128, group.max_threads, -(-columns // 32) * 32),
-        defines={"MODE": form.mode, "CHANNELS": form.channels, "FILTERS": form.filters},
+        grid=max(1, min(rows * -(-columns // block), 1 << 20)),
+        block=block,
+        defines={"MODE": form.mode, "CHANNELS": form.channels, "FILTERS": form.filters, "PITCH": pitch},
+        shared_bytes=4 * form.channels * pitch,
     )
 
 
@@ -266,12 +310,13 @@ def convolve(group: Group, exchange: ArcExchange, x: torch.Tensor, taps: Taps, m
     (batch, channels, rows, _), outputs, azimuth = exchange.shape, weight.shape[0], exchange.group
     columns, form = exchange.outputs[azimuth.rank], form_of(channels, outputs, groups, taps.filters)
     y = x.new_empty((batch, outputs, taps.latitudes, columns))
-    launch = _taps(group, form, max(exchange.outputs))
     part_columns = exchange.widths[0]  # the last arc has all longitudes if this is zero
     own = form.mode != "responses"
-    for images in exchange(x, taps.places):
+    bundles = -(-outputs // form.channels) if form.mode == "folded" else -(-channels // form.channels) * -(-taps.filters // form.filters)
+    for images in exchange(x, taps.places, PARTS if own else 1):
         row_bytes = 4 * len(images) * channels * taps.filters * max(exchange.outputs)  # the same on all ranks
         for latitudes in _spans(taps.latitudes, taps.latitudes if own else max(1, RESPONSE_BYTES // row_bytes)):
+            launch = _taps(group, form, max(exchange.outputs), exchange.circle, exchange.step, len(latitudes) * len(images) * bundles)
             some, part = len(latitudes), slice(images.start, images.stop)
             result = y if own else x.new_empty((len(images), groups, channels // groups * taps.filters, some * columns))
             launch(
@@ -282,12 +327,14 @@ def convolve(group: Group, exchange: ArcExchange, x: torch.Tensor, taps: Taps, m
                 circle=exchange.circle, parts=len(exchange.widths), part_columns=part_columns, own=azimuth.rank,
                 inverse_columns=1.0 / part_columns if part_columns else 1e6,
             )  # fmt: skip
-            if not own:
+            if not own and device_arch() == "sm_90a":
+                mix(group, result, mixing, y[part], latitudes.start * columns)
+            elif not own:
                 mixed = y[part, :, latitudes.start : latitudes.stop].flatten(2).view(len(images), groups, -1, some * columns)
                 for g, weights in enumerate(weight.view(groups, outputs // groups, -1)):
                     torch.bmm(weights.expand(len(images), -1, -1), result[:, g], out=mixed[:, g])
-        if not own and bias is not None:
-            y[part] += bias.view(-1, 1, 1)
+                if bias is not None:
+                    mixed += bias.view(groups, -1, 1)
     return y
 
 
