@@ -23,7 +23,7 @@ QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
 TWINS = [
     (9, "ragged_bf16", "if (!last_block(", "if (blockIdx.x % groups != groups - 1 || !last_block("),
-    (10, "local_and_idle_bf16", "    meet_ranks(peers, arena, gridDim.x, epoch);", "    __syncthreads();"),
+    (10, "uniform_bf16", "    peers.barrier(2 * gridDim.x + blockIdx.x, epoch);", "    __syncthreads();"),
     (17, "grouped_bf16", "peers.wait_all(0, epoch);", ""),
     (19, "ragged_bf16", "peers.barrier(1 + blockIdx.x, epoch);", ""),
     (20, "fp8", "buffer = (epoch & 1) * WORLD_SIZE", "buffer = 0"),

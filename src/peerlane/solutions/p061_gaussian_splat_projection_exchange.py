@@ -188,24 +188,21 @@ extern "C" __global__ void __launch_bounds__(512)
         if (i % WORLD_SIZE == 0) gaussians[i / WORLD_SIZE] = value.word[1];
     }
     const bool told = block_arrived(arena);  // all ranks have begun the launch: their callers have read the rows of the one before
-    u32 most = 0, first = 0, base[WORLD_SIZE];
-    for (u32 q = 0; q < WORLD_SIZE; ++q) {
+    const auto rows_before = [&](u32 source, u32 q) {
         u32 sum = 0;
-        for (u32 r = 0; r < WORLD_SIZE; ++r) {
-            if (r == rank) base[q] = sum;
-            sum += table[r][q];
-        }
-        most = max(most, sum), first += q < rank ? gaussians[q] : 0;
-    }
-    u32 received = 0;
-    for (u32 r = 0; r < WORLD_SIZE; ++r) received += table[r][rank];
+        for (u32 r = 0; r < source; ++r) sum += table[r][q];
+        return sum;
+    };
+    const u32 received = rows_before(WORLD_SIZE, rank), begin_own = rows_before(rank, rank);
+    u32 most = 0, first = 0;
+    for (u32 q = 0; q < WORLD_SIZE; ++q) most = max(most, rows_before(WORLD_SIZE, q)), first += q < rank ? gaussians[q] : 0;
     if (told && blockIdx.x == 0 && threadIdx.x == 0) {
         args.host[1] = received, args.host[2] = most;
         tell_host(args.host, args.stamp);
     }
     if (!told || most > args.capacity) return;  // all ranks alike
     if (threadIdx.x < WORLD_SIZE) {
-        for (u32 c = threadIdx.x * own; c < (threadIdx.x + 1) * own; ++c) next[c] += base[threadIdx.x];
+        for (u32 c = threadIdx.x * own; c < (threadIdx.x + 1) * own; ++c) next[c] += rows_before(rank, threadIdx.x);
     }
     __syncthreads();
 
@@ -253,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(512)
             unpack(arena, args, tiles, count, at);
         }
     };
-    unpack_all(0, base[rank]);
-    unpack_all(base[rank] + sent[rank], received);
+    unpack_all(0, begin_own);
+    unpack_all(begin_own + sent[rank], received);
 }
 """
 ROW_BYTES = {"camera_ids": 8, "gaussian_ids": 8, "radii": 8, "means2d": 8, "depths": 4, "conics": 12, "opacities_out": 4}

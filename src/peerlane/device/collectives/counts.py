@@ -59,8 +59,8 @@ class HostWords:
         self._calls = self._calls % 0xFFFFFFFF + 1
         return self._calls
 
-    def read(self) -> list[int]:
-        """Returns the numbers of the latest launch, once they have come; its results may still be on their way."""
+    def wait(self) -> None:
+        """Waits until the numbers of the latest launch have come; its results may still be on their way."""
         polls = 0
         while self._told.value != self._calls and polls < _POLLS:
             polls += 1
@@ -68,7 +68,11 @@ class HostWords:
             if self._group.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             self._group.waits.check()  # nobody takes a number that has not come
-        return self.words[1:].tolist()
+
+    def read(self) -> list[int]:
+        """Returns these numbers."""
+        self.wait()
+        return list(self.words[1:].tolist())
 
 
 @per_group

@@ -69,18 +69,28 @@ __device__ inline void each_row(u32 rows, const Use& use) {
     for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
 }
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks. `vectors`: all addresses and `bytes` are
-// multiples of 16, so that short rows are moved by single vectors; others by warps.
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By a block. `vectors`: all addresses and `bytes` are multiples of 16, so that
+// short rows are moved by single vectors, several of a thread at a time; others by warps.
 template <class From, class To>
 __device__ inline void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
     if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
-        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
+        for (u32 i = threadIdx.x / warp_threads; i < count; i += blockDim.x / warp_threads) copy_bytes(Warp{}, to(i), from(i), bytes);
         return;
     }
-    const u32 each = bytes / sizeof(Vec16);
-    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
-        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
-        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
+    constexpr u32 at_once = 8;
+    const u32 each = bytes / sizeof(Vec16), vectors_in_all = count * each;
+    for (u32 first = threadIdx.x; first < vectors_in_all; first += at_once * blockDim.x) {
+        Vec16 value[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u32 at = first + k * blockDim.x;
+            if (at < vectors_in_all) value[k] = reinterpret_cast<const Vec16*>(from(at / each))[at % each];
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u32 at = first + k * blockDim.x;
+            if (at < vectors_in_all) reinterpret_cast<Vec16*>(to(at / each))[at % each] = value[k];
+        }
     }
 }
 
