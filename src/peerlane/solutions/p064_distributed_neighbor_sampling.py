@@ -22,18 +22,10 @@ using namespace peerlane;
 struct Request { u32 node, place; };  // the place in the frontier
 struct alignas(16) Reply { u64 first; u32 taken, unused; };
 
-__device__ inline u32 sum_to_lane(u32 value) {
-    for (u32 bits = 1; bits < warp_threads; bits *= 2) {
-        const u32 other = __shfl_up_sync(full_warp, value, bits);
-        if (Warp{}.thread() >= bits) value += other;
-    }
-    return value;
-}
-
 // The sum of lower threads' values, and of all of the block's.
 __device__ inline u32 sum_before(u32 value, u32& total) {
     __shared__ u32 of_warps[32];
-    const u32 sum = sum_to_lane(value), warp = threadIdx.x / warp_threads;
+    const u32 sum = warp_prefix(value), warp = threadIdx.x / warp_threads;
     __syncthreads();
     if (Warp{}.thread() == warp_threads - 1) of_warps[warp] = sum;
     __syncthreads();
@@ -46,7 +38,7 @@ __device__ inline u32 sum_before(u32 value, u32& total) {
 // use(lane, first, to, k) for every k < count, with what each lane gives, 32 at a time. By a warp.
 template <class Use>
 __device__ inline void each_of_lanes(u32 count, u64 first, u32 to, const Use& use) {
-    const u32 end = sum_to_lane(count), total = __shfl_sync(full_warp, end, warp_threads - 1);
+    const u32 end = warp_prefix(count), total = __shfl_sync(full_warp, end, warp_threads - 1);
     for (u32 begin = 0; begin < total; begin += warp_threads) {
         const u32 item = begin + Warp{}.thread();
         u32 lane = 0;

@@ -34,7 +34,7 @@ SOURCE = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr u32 piece_bytes = 4096;
+constexpr u32 piece_bytes = 2048;
 struct Segment { u64 from, to, count; };  // elements
 struct Sum { u32 lengths, low, high; };   // how many lengths a feature has, and part of their sum
 
@@ -150,21 +150,37 @@ extern "C" __global__ void __launch_bounds__(512)
     __syncthreads();
 
     // Warps take pieces of the segments in turn, beginning with those for the next rank.
-    const u32 all_warps = gridDim.x * warps, turn = warp * gridDim.x + blockIdx.x;
-    u32 before = 0;
-    for (u32 step = 0; step < 3 * features; ++step) {
-        const u32 tensor = step % 3, feature = (step / 3 + args.first[arena.rank + 1]) % features, bytes = args.bytes[tensor];
+    const auto feature_of = [&](u32 step) { return (step / 3 + args.first[arena.rank + 1]) % features; };
+    const auto bytes_of = [&](u32 step) { return segments[(step % 3 > 0) * features + feature_of(step)].count * args.bytes[step % 3]; };
+    const u32 steps = 3 * features;
+    u32* ends = reinterpret_cast<u32*>(segments + 2 * features);  // of steps, in pieces
+    if (warp == 0) {
+        u32 before = 0;
+        for (u32 first = 0; first < steps; first += warp_threads) {
+            const u32 step = first + lane, pieces = step < steps ? u32((bytes_of(step) + piece_bytes - 1) / piece_bytes) : 0;
+            const u32 end = before + warp_prefix(pieces);
+            if (step < steps) ends[step] = end;
+            before = __shfl_sync(full_warp, end, warp_threads - 1);
+        }
+    }
+    __syncthreads();
+    for (u32 piece = warp * gridDim.x + blockIdx.x; piece < ends[steps - 1]; piece += gridDim.x * warps) {
+        u32 step = 0;  // the first that ends behind the piece
+        for (u32 rest = steps; rest > 0;) {
+            const u32 half = rest / 2;
+            if (piece < ends[step + half]) {
+                rest = half;
+            } else {
+                step += half + 1, rest -= half + 1;
+            }
+        }
+        const u32 tensor = step % 3, feature = feature_of(step), bytes = args.bytes[tensor];
         const Segment segment = segments[(tensor > 0) * features + feature];
-        const u64 total = segment.count * bytes;
-        const u32 pieces = u32((total + piece_bytes - 1) / piece_bytes);
         const u64 out = tensor == 0 ? args.lengths_out : tensor == 1 ? args.values_out : args.weights_out;
         const char* in = tensor == 0 ? args.lengths : tensor == 1 ? args.values : args.weights;
-        char* target = arena.peer(owner_of(feature), out + segment.to * bytes);
-        for (u32 piece = (turn + all_warps - before % all_warps) % all_warps; piece < pieces; piece += all_warps) {
-            const u64 at = u64(piece) * piece_bytes;
-            copy_piece(target + at, in + segment.from * bytes + at, u32(min(total - at, u64(piece_bytes))));
-        }
-        before += pieces;
+        const u64 at = u64(piece - (step == 0 ? 0 : ends[step - 1])) * piece_bytes;
+        char* target = arena.peer(owner_of(feature), out + segment.to * bytes + at);
+        copy_piece(target, in + segment.from * bytes + at, u32(min(bytes_of(step) - at, u64(piece_bytes))));
     }
     peers.barrier(blockIdx.x, epoch);
 }
@@ -201,7 +217,7 @@ def jagged_exchange(
             "flags": group.sm_count, "sums": features * pieces, "lengths_out": capacity[0] * widths[0],
             "values_out": capacity[1] * widths[1], "weights_out": capacity[1] * widths[2],
         },
-        shared_bytes=(48 + 16 * group.world_size) * features,
+        shared_bytes=(60 + 16 * group.world_size) * features,
         resident=True,
         bytes=widths,
         capacity=capacity,
