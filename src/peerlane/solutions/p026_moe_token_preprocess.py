@@ -22,10 +22,19 @@ __device__ inline u32 sum_of(const MASK* values, u64 count) {
     u32 sum = 0;
     for (u64 i = threadIdx.x; i < count - vectors * lanes; i += blockDim.x) sum += u32(values[i < before ? i : i + vectors * lanes]);
     const Vec16* whole = reinterpret_cast<const Vec16*>(values + before);
-#pragma unroll 8
-    for (u64 v = threadIdx.x; v < vectors; v += blockDim.x) {
-        const Values some = __builtin_bit_cast(Values, whole[v]);
-        for (u32 i = 0; i < lanes; ++i) sum += u32(some.of[i]);
+    constexpr u32 at_once = 8;  // loads of a thread that are under way together
+    for (u64 first = threadIdx.x; first < vectors; first += at_once * blockDim.x) {
+        Vec16 some[at_once] = {};
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            if (first + k * blockDim.x < vectors) some[k] = whole[first + k * blockDim.x];
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const Values of_vector = __builtin_bit_cast(Values, some[k]);
+#pragma unroll
+            for (u32 i = 0; i < lanes; ++i) sum += u32(of_vector.of[i]);
+        }
     }
     return sum;
 }

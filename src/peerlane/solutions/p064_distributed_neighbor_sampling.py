@@ -267,7 +267,7 @@ def solution(
     frontiers, sampled = most_of(room_for(ranks, seed_nodes.numel()), fanouts, nodes, edges)
     if (turns := nodes + sum(sampled)) >= 1 << 32:
         raise UsageError(f"{turns} nodes and edges at most: expected less than 2^32; sample in several calls")
-    launch, told, _ = sample_neighbors(ranks, nodes, max(frontiers), max([1, *sampled]), node_to_rank.dtype)
+    launch, told, _ = sample_neighbors(ranks, nodes, max(frontiers[: max(1, hops)]), max([1, *sampled]), node_to_rank.dtype)
     found = local_adj_col.new_empty(min(sum(frontiers), nodes))
     row, col, edge = local_adj_col.new_empty((3, max(1, sum(sampled))))
     launch(

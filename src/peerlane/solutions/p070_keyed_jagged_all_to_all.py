@@ -78,8 +78,16 @@ extern "C" __global__ void __launch_bounds__(512)
         const Part part = part_of(count, item % PIECES, PIECES);
         u64 sum = 0;
         const INDEX* lengths = reinterpret_cast<const INDEX*>(args.lengths) + begin;
-#pragma unroll 4
-        for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) sum += lengths[i];
+        constexpr u32 at_once = 4;  // loads of a thread that are under way together
+        for (u64 first = part.first + threadIdx.x; first < part.end; first += at_once * blockDim.x) {
+            INDEX value[at_once] = {};
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) {
+                if (first + k * blockDim.x < part.end) value[k] = lengths[first + k * blockDim.x];
+            }
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) sum += value[k];
+        }
         sum = block_reduce(sum, [](u64 a, u64 b) { return a + b; }, scratch);
         if (threadIdx.x == 0) sums.send_everywhere(item, Sum{u32(count), u32(sum), u32(sum >> 32)});
     }

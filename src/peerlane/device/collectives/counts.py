@@ -13,6 +13,7 @@ import torch
 
 from peerlane.device.host.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
 from peerlane.device.host.group import Group, per_group
+from peerlane.errors import DeviceError
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>
@@ -67,7 +68,9 @@ class HostWords:
         if self._told.value != self._calls:
             if self._group.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            self._group.waits.check()  # nobody takes a number that has not come
+            self._group.waits.check()
+        if self._told.value != self._calls:  # nobody takes a number that has not come
+            raise DeviceError(f"a kernel has ended without the numbers of call {self._calls}; expected that it calls tell_host")
 
     def read(self) -> list[int]:
         """Returns these numbers."""
