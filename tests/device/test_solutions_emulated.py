@@ -24,7 +24,7 @@ QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
 TWINS = [
     (9, "ragged_bf16", "if (!last_block(", "if (blockIdx.x % groups != groups - 1 || !last_block("),
-    (10, "local_and_idle_bf16", "    meet_ranks(peers, arena, gridDim.x, epoch);", "    __syncthreads();"),
+    (10, "uniform_bf16", "    peers.barrier(2 * gridDim.x + blockIdx.x, epoch);", "    __syncthreads();"),
     (17, "grouped_bf16", "peers.wait_all(0, epoch);", ""),
     (19, "ragged_bf16", "peers.barrier(1 + blockIdx.x, epoch);", ""),
     (20, "fp8", "buffer = (epoch & 1) * WORLD_SIZE", "buffer = 0"),
@@ -37,7 +37,7 @@ TWINS = [
     (32, "rank_one_bf16", "multiply(gemm.aligned(b), gemm.aligned(a), residual=weight)", "weight"),
     (48, "saturated_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),
     (58, "fp32", "column + e == args.first + row", "column + e == row"),
-    (61, "two_cameras", "if (SENDS) Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);", ""),
+    (61, "two_cameras", "    meet_ranks(peers, arena, gridDim.x, epoch);", "    __syncthreads();"),
     (62, "all_polar", "q * args.share[0] + row", "row"),
     (63, "uneven", "meet_blocks(peers, arena, 0, epoch);", "__syncthreads();"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
@@ -58,7 +58,7 @@ TWINS = [
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
     (59, "plain", "(POINTS - point) % POINTS", "point"),
     (60, "plain", "p > 0 && 2 * p", "2 * p"),
-    (64, "two_hops", "ranges[order] = torch.cat", "ranges[:] = torch.cat"),
+    (64, "two_hops", "    meet_blocks(peers, arena, 6 * gridDim.x, number);", "    __syncthreads();"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
     (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),

@@ -1,9 +1,10 @@
 """Problem 10, lookup in a sharded table: one kernel sorts ids by owner, asks the owners, and takes their rows, in the problem's order.
 
 Blocks take stretches of ids. They count how many are for which owner, then know the place of each id among its owner's, and send the owner
-the number of the row, four bytes. Owners store rows at their place in the result: in the asker's arena, or in the result itself where the
-asker is the owner. Bound by the links, which carry the rows, and by four meetings of blocks and ranks. The result's size is known, so the
-host waits for nothing, and the call can be captured. Meetings are in ``peerlane/moe/moe.cuh``."""
+the number of the row and its place in the result, eight bytes. The owner's block of the same number stores the rows: in the asker's arena,
+or in the result itself where the asker is the owner. So one meeting of a rank's blocks is enough, and ranks wait for each other block by
+block. Bound by the links, which carry the rows. The result's size is known, so the host waits for nothing, and the call can be captured.
+Meetings are in ``peerlane/moe/moe.cuh``."""
 
 import torch
 
@@ -14,9 +15,7 @@ SOURCE = r"""
 #include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
-struct Asked {
-    u32 count, first;  // of the rows that a rank asks this one for: how many, and where they begin in its result
-};
+struct Wanted { u32 row, place; };  // the place in the asker's result
 
 extern "C" __global__ void __launch_bounds__(512)
     embedding_lookup(const __grid_constant__ Arena arena, const __grid_constant__ EmbeddingLookup args) {
@@ -25,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const auto add = [](u32 a, u32 b) { return a + b; };
     const Part part = part_of(args.count, blockIdx.x, gridDim.x);
     const auto owner_of = [&](u64 i) { return static_cast<u32>(args.ids[i] / args.rows); };
-    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE];
+    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE], before_own[WORLD_SIZE], asked[WORLD_SIZE];
 
     u32* counts = reinterpret_cast<u32*>(arena.local(args.counts));  // [block][owner]
     u32 own[WORLD_SIZE] = {};
@@ -48,10 +47,15 @@ extern "C" __global__ void __launch_bounds__(512)
             all += count, before += b < blockIdx.x ? count : 0;
         }
         before = warp_sum(before), all = warp_sum(all);
-        if (Warp{}.thread() == 0) next[q] = before, total[q] = all;
+        if (Warp{}.thread() == 0) before_own[q] = before, total[q] = all, asked[q] = counts[blockIdx.x * WORLD_SIZE + q], next[q] = 0;
     }
-    __syncthreads();
-    const u64 theirs = args.inbox + arena.rank * args.room * sizeof(u32);
+    if (!block_arrived(arena)) return;
+    const auto begin_of = [&](u32 q) {  // of this block's rows of an owner, in the result
+        u32 begin = before_own[q];
+        for (u32 p = 0; p < q; ++p) begin += total[p];
+        return begin;
+    };
+    const auto area_of = [&](u32 source) { return args.inbox + (u64(source) * gridDim.x + blockIdx.x) * args.room * sizeof(Wanted); };
     for (u64 begin = part.first; begin < part.end; begin += blockDim.x) {
         const u64 i = begin + threadIdx.x;
         const u32 owner = i < part.end ? owner_of(i) : WORLD_SIZE;
@@ -64,9 +68,10 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         __syncthreads();
         if (owner < WORLD_SIZE) {
-            u32 place = next[owner] + among;
-            for (u32 w = 0; w < warp; ++w) place += of_warps[owner][w];
-            reinterpret_cast<u32*>(arena.peer(owner, theirs))[place] = static_cast<u32>(args.ids[i] - owner * args.rows);
+            u32 slot = next[owner] + among;
+            for (u32 w = 0; w < warp; ++w) slot += of_warps[owner][w];
+            const Wanted wanted{static_cast<u32>(args.ids[i] - owner * args.rows), begin_of(owner) + slot};
+            reinterpret_cast<Wanted*>(arena.peer(owner, area_of(arena.rank)))[slot] = wanted;
         }
         __syncthreads();
         if (threadIdx.x < WORLD_SIZE) {
@@ -74,33 +79,29 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         __syncthreads();
     }
-    if (blockIdx.x == 0 && threadIdx.x < WORLD_SIZE) {
-        u32 first = 0;
-        for (u32 q = 0; q < threadIdx.x; ++q) first += total[q];
-        reinterpret_cast<Asked*>(arena.peer(threadIdx.x, args.asked))[arena.rank] = {total[threadIdx.x], first};
+    if (threadIdx.x < WORLD_SIZE) {
+        reinterpret_cast<u32*>(arena.peer(threadIdx.x, args.asked))[arena.rank * gridDim.x + blockIdx.x] = asked[threadIdx.x];
     }
-    meet_ranks(peers, arena, gridDim.x, epoch);  // also of a launch that all ranks have begun: they have taken the rows of the one before
+    peers.barrier(gridDim.x + blockIdx.x, epoch);
+    if (!block_arrived(arena)) return;
 
     const u64 bases = reinterpret_cast<u64>(args.shard) | reinterpret_cast<u64>(args.out);
     const bool vectors = (bases | args.row_bytes) % sizeof(Vec16) == 0;
     const auto row_at = [&](char* base, u32 row) { return base + u64(row) * args.row_bytes; };
-    const bool told = block_arrived(arena);
     for (int k = 1; k <= WORLD_SIZE; ++k) {
         const int q = rank_after<WORLD_SIZE>(arena.rank, k % WORLD_SIZE);
-        const auto [count, first] = reinterpret_cast<const Asked*>(arena.local(args.asked))[q];
-        const u32* rows = reinterpret_cast<const u32*>(arena.local(args.inbox)) + q * args.room;
+        const u32 count = reinterpret_cast<const u32*>(arena.local(args.asked))[q * gridDim.x + blockIdx.x];
+        const Wanted* wanted = reinterpret_cast<const Wanted*>(arena.local(area_of(q)));
         char* to = q == arena.rank ? args.out : arena.peer(q, args.came);
-        copy_rows(told ? count : 0, args.row_bytes, vectors, [&](u32 i) { return args.shard + u64(rows[i]) * args.row_bytes; },
-                  [&](u32 i) { return row_at(to, first + i); });
+        copy_rows(count, args.row_bytes, vectors, [&](u32 i) { return args.shard + u64(wanted[i].row) * args.row_bytes; },
+                  [&](u32 i) { return row_at(to, wanted[i].place); });
     }
-    meet_ranks(peers, arena, 2 * gridDim.x, epoch);
-
-    u32 first = 0;
-    for (u32 q = 0; q < arena.rank; ++q) first += total[q];
-    const u32 others = block_arrived(arena) ? args.count - total[arena.rank] : 0;
-    const auto place = [&](u32 i) { return i < first ? i : i + total[arena.rank]; };
-    copy_rows(others, args.row_bytes, vectors, [&](u32 i) { return row_at(arena.local(args.came), place(i)); },
-              [&](u32 i) { return row_at(args.out, place(i)); });
+    peers.barrier(2 * gridDim.x + blockIdx.x, epoch);
+    for (u32 q = 0; q < WORLD_SIZE; ++q) {
+        if (q == arena.rank) continue;
+        const u32 begin = begin_of(q);
+        copy_bytes(Block{}, row_at(args.out, begin), row_at(arena.local(args.came), begin), u64(asked[q]) * args.row_bytes);
+    }
 }
 """
 EMBEDDING_LOOKUP = DeclaredKernel(
@@ -112,8 +113,9 @@ EMBEDDING_LOOKUP = DeclaredKernel(
 @per_group
 def embedding_lookup(group: Group, room: int, row_bytes: int) -> BoundKernel:
     """Collective: returns the launch for up to ``room`` ids a rank."""
-    world, grid = group.world_size, group.sm_count
-    sizes = {"inbox": 4 * world * room, "asked": 8 * world, "came": room * row_bytes, "counts": 4 * grid * world, "flags": 3 * grid}
+    world, grid, came = group.world_size, group.sm_count, room * row_bytes
+    room = -(-room // grid)  # of a block
+    sizes = {"inbox": 8 * world * grid * room, "asked": 4 * world * grid, "came": came, "counts": 4 * grid * world, "flags": 3 * grid}
     return EMBEDDING_LOOKUP.bind(
         group, grid=grid, block=min(512, group.max_threads), sizes=sizes, resident=True, room=room, row_bytes=row_bytes
     )

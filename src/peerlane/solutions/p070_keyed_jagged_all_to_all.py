@@ -1,7 +1,8 @@
-"""Problem 70, a keyed jagged tensor handed to its features' owners: one question to the device, and one kernel that stores bags in place.
+"""Problem 70, a keyed jagged tensor handed to its features' owners: one kernel sums lengths, tells the sums, and stores bags in place.
 
-From the table of all ranks' sizes every block computes where each feature's lengths, values and weights lie here and at their owner.
-Bound by that question, as shapes follow from data, and at large sizes by the links, which carry each bag once, uncompressed.
+Ranks send each other the sums as packets. From all ranks' sums every block computes where each feature's lengths, values and weights lie
+here and at their owner, and the host learns the results' sizes while bags travel. Bound by the links, which carry each bag once,
+uncompressed. If bags do not fit, all ranks see so, make room and launch again.
 
 The next call overwrites the results, which lie in the arena."""
 
@@ -11,16 +12,31 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
-from peerlane.device.collectives.counts import share_table
+from peerlane.device import (
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Packets,
+    Pointer,
+    array,
+    group_of,
+    per_group,
+)
+from peerlane.device.collectives.counts import HostWords
 from peerlane.device.host.group import MAX_RANKS
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr u32 piece_bytes = 4096;
+constexpr u32 piece_bytes = 2048;
 struct Segment { u64 from, to, count; };  // elements
+struct Sum { u32 lengths, low, high; };   // how many lengths a feature has, and part of their sum
 
 // By a warp. Where source and target lie differently in their vectors, words are read and vectors stored: links carry few large stores.
 __device__ inline void copy_piece(char* target, const char* source, u32 bytes) {
@@ -52,13 +68,64 @@ extern "C" __global__ void __launch_bounds__(512)
     jagged_exchange(const __grid_constant__ Arena arena, const __grid_constant__ JaggedExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), features = args.first[WORLD_SIZE];
     const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const u32 warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads, lane = Warp{}.thread();
 
-    // Row q of the table: how many lengths and how many values rank q has of every feature. The owner wants sources in the order (x, y) of
-    // x + WORLD_SIZE / STAGGER y.
+    const SmallExchange<WORLD_SIZE, Sum> sums(arena, args.sums, epoch);
+    const u32 items = features * PIECES;
+    __shared__ u64 scratch[32], sizes[2][WORLD_SIZE];
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+        const u64 begin = args.starts[item / PIECES], count = args.starts[item / PIECES + 1] - begin;
+        const Part part = part_of(count, item % PIECES, PIECES);
+        u64 sum = 0;
+        const INDEX* lengths = reinterpret_cast<const INDEX*>(args.lengths) + begin;
+        constexpr u32 at_once = 4;  // loads of a thread that are under way together
+        for (u64 first = part.first + threadIdx.x; first < part.end; first += at_once * blockDim.x) {
+            INDEX value[at_once] = {};
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) {
+                if (first + k * blockDim.x < part.end) value[k] = lengths[first + k * blockDim.x];
+            }
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) sum += value[k];
+        }
+        sum = block_reduce(sum, [](u64 a, u64 b) { return a + b; }, scratch);
+        if (threadIdx.x == 0) sums.send_everywhere(item, Sum{u32(count), u32(sum), u32(sum >> 32)});
+    }
+    u64* table = reinterpret_cast<u64*>(ptx::dynamic_shared());  // [rank][lengths or values][feature]
+    Segment* segments = reinterpret_cast<Segment*>(table + WORLD_SIZE * 2 * features);
+    const auto count_of = [&](u32 rank, u32 kind, u32 feature) -> u64& { return table[(rank * 2 + kind) * features + feature]; };
+    for (u32 i = threadIdx.x; i < WORLD_SIZE * 2 * features; i += blockDim.x) table[i] = 0;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < WORLD_SIZE * items; i += blockDim.x) {
+        const u32 rank = i / items, item = i % items;
+        const Sum sum = sums.receive_from(rank, item);
+        if (item % PIECES == 0) count_of(rank, 0, item / PIECES) = sum.lengths;
+        atomicAdd(&count_of(rank, 1, item / PIECES), sum.low | u64(sum.high) << 32);
+    }
+    __syncthreads();
+    for (u32 item = warp; item < 2 * WORLD_SIZE; item += warps) {
+        const u32 kind = item / WORLD_SIZE, q = item % WORLD_SIZE;
+        u64 sum = 0;
+        for (u32 i = lane; i < (args.first[q + 1] - args.first[q]) * WORLD_SIZE; i += warp_threads) {
+            sum += count_of(i % WORLD_SIZE, kind, args.first[q] + i / WORLD_SIZE);
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) sizes[kind][q] = sum;
+    }
+    const bool told = block_arrived(arena);  // all ranks have begun the launch: their callers have read the results of the one before
+    bool fits = true;
+    for (u32 kind = 0; kind < 2; ++kind) {
+        u64 most = 0;
+        for (u32 q = 0; q < WORLD_SIZE; ++q) most = max(most, sizes[kind][q]);
+        fits &= most <= args.capacity[kind];
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.host[1 + kind] = sizes[kind][arena.rank], args.host[3 + kind] = most;
+    }
+    if (told && blockIdx.x == 0 && threadIdx.x == 0) tell_host(args.host, args.stamp);
+    if (!told || !fits) return;  // all ranks alike
+
+    // The owner wants sources in the order (x, y) of x + WORLD_SIZE / STAGGER y.
     constexpr u32 outer = WORLD_SIZE / STAGGER;
     const auto own_place = [](u32 rank) { return rank % outer * STAGGER + rank / outer; };
-    Segment* segments = reinterpret_cast<Segment*>(ptx::dynamic_shared());
-    const u32 warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
     const auto owner_of = [&](u32 feature) {
         int owner = 0;
         while (feature >= args.first[owner + 1]) ++owner;
@@ -66,73 +133,110 @@ extern "C" __global__ void __launch_bounds__(512)
     };
     for (u32 item = warp; item < 2 * features; item += warps) {
         const u32 kind = item / features, feature = item % features, first = args.first[owner_of(feature)];
-        const auto count_of = [&](u32 rank, u32 of) { return u64(args.table[(rank * 2 + kind) * features + of]); };
         u64 from = 0, to = 0;
-        for (u32 i = Warp{}.thread(); i < feature; i += warp_threads) from += count_of(arena.rank, i);
-        for (u32 i = Warp{}.thread(); i < (feature + 1 - first) * WORLD_SIZE; i += warp_threads) {
+        for (u32 i = lane; i < feature; i += warp_threads) from += count_of(arena.rank, kind, i);
+        for (u32 i = lane; i < (feature + 1 - first) * WORLD_SIZE; i += warp_threads) {
             const u32 rank = i % WORLD_SIZE, of = first + i / WORLD_SIZE;
-            if (of < feature || own_place(rank) < own_place(arena.rank)) to += count_of(rank, of);
+            if (of < feature || own_place(rank) < own_place(arena.rank)) to += count_of(rank, kind, of);
         }
         from = warp_sum(from), to = warp_sum(to);
-        if (Warp{}.thread() == 0) segments[item] = Segment{from, to, count_of(arena.rank, feature)};
+        if (lane == 0) segments[item] = Segment{from, to, count_of(arena.rank, kind, feature)};
+    }
+    if (blockIdx.x == 0) {
+        // By own feature and source, or the sum and every rank's.
+        const u32 own = args.first[arena.rank];
+        for (u32 i = threadIdx.x; args.per_key && i < (args.first[arena.rank + 1] - own) * WORLD_SIZE; i += blockDim.x) {
+            const u32 place = i % WORLD_SIZE;
+            args.strides[i] = count_of(place / STAGGER + outer * (place % STAGGER), 0, own + i / WORLD_SIZE);
+        }
+        if (!args.per_key && threadIdx.x <= WORLD_SIZE) {
+            u64 sum = 0;
+            for (u32 q = 0; q < WORLD_SIZE; ++q) sum += threadIdx.x == 0 || q + 1 == threadIdx.x ? count_of(q, 0, 0) : 0;
+            args.strides[threadIdx.x] = sum;
+        }
     }
     __syncthreads();
 
-    // Warps take pieces of the segments in turn, beginning with those for the next rank. Sizes have been shared since the callers of all
-    // ranks read the results before: they may be overwritten.
-    const u32 all_warps = gridDim.x * warps, turn = warp * gridDim.x + blockIdx.x;
-    u32 before = 0;
-    for (u32 step = 0; step < 3 * features; ++step) {
-        const u32 tensor = step % 3, feature = (step / 3 + args.first[arena.rank + 1]) % features, bytes = args.bytes[tensor];
+    // Warps take pieces of the segments in turn, beginning with those for the next rank.
+    const auto feature_of = [&](u32 step) { return (step / 3 + args.first[arena.rank + 1]) % features; };
+    const auto bytes_of = [&](u32 step) { return segments[(step % 3 > 0) * features + feature_of(step)].count * args.bytes[step % 3]; };
+    const u32 steps = 3 * features;
+    u32* ends = reinterpret_cast<u32*>(segments + 2 * features);  // of steps, in pieces
+    if (warp == 0) {
+        u32 before = 0;
+        for (u32 first = 0; first < steps; first += warp_threads) {
+            const u32 step = first + lane, pieces = step < steps ? u32((bytes_of(step) + piece_bytes - 1) / piece_bytes) : 0;
+            const u32 end = before + warp_prefix(pieces);
+            if (step < steps) ends[step] = end;
+            before = __shfl_sync(full_warp, end, warp_threads - 1);
+        }
+    }
+    __syncthreads();
+    for (u32 piece = warp * gridDim.x + blockIdx.x; piece < ends[steps - 1]; piece += gridDim.x * warps) {
+        u32 step = 0;  // the first that ends behind the piece
+        for (u32 rest = steps; rest > 0;) {
+            const u32 half = rest / 2;
+            if (piece < ends[step + half]) {
+                rest = half;
+            } else {
+                step += half + 1, rest -= half + 1;
+            }
+        }
+        const u32 tensor = step % 3, feature = feature_of(step), bytes = args.bytes[tensor];
         const Segment segment = segments[(tensor > 0) * features + feature];
-        const u64 total = segment.count * bytes;
-        const u32 pieces = u32((total + piece_bytes - 1) / piece_bytes);
         const u64 out = tensor == 0 ? args.lengths_out : tensor == 1 ? args.values_out : args.weights_out;
         const char* in = tensor == 0 ? args.lengths : tensor == 1 ? args.values : args.weights;
-        char* target = arena.peer(owner_of(feature), out + segment.to * bytes);
-        for (u32 piece = (turn + all_warps - before % all_warps) % all_warps; piece < pieces; piece += all_warps) {
-            const u64 at = u64(piece) * piece_bytes;
-            copy_piece(target + at, in + segment.from * bytes + at, u32(min(total - at, u64(piece_bytes))));
-        }
-        before += pieces;
+        const u64 at = u64(piece - (step == 0 ? 0 : ends[step - 1])) * piece_bytes;
+        char* target = arena.peer(owner_of(feature), out + segment.to * bytes + at);
+        copy_piece(target, in + segment.from * bytes + at, u32(min(bytes_of(step) - at, u64(piece_bytes))));
     }
     peers.barrier(blockIdx.x, epoch);
 }
 """
 JAGGED_EXCHANGE = DeclaredKernel(
-    "jagged_exchange", SOURCE, epochs=Epochs(), flags=Flags(), lengths_out=Buffer(), values_out=Buffer(), weights_out=Buffer(),
-    lengths=Pointer("const char*"), values=Pointer("const char*"), weights=Pointer("const char*"), table=Pointer("const long long*"),
-    first=array(U32, MAX_RANKS + 1), bytes=array(U32, 3),
+    "jagged_exchange", SOURCE, epochs=Epochs(), flags=Flags(), sums=Packets(), lengths_out=Buffer(), values_out=Buffer(),
+    weights_out=Buffer(), lengths=Pointer("const char*"), values=Pointer("const char*"), weights=Pointer("const char*"),
+    starts=Pointer("const u64*"), strides=Pointer("u64*"), host=Pointer("u64*"), capacity=array(U64, 2), first=array(U32, MAX_RANKS + 1),
+    bytes=array(U32, 3), per_key=U32, stamp=U32,
 )  # fmt: skip
+INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
 
 @per_group
-def jagged_exchange(group: Group, features: int, dtypes: tuple[torch.dtype, ...], capacity: tuple[int, int], stagger: int) -> BoundKernel:
-    """Makes the launch of a group. ``capacity``: of results, in lengths and in values."""
-    room = [capacity[tensor > 0] * dtype.itemsize for tensor, dtype in enumerate(dtypes)] + [0] * (3 - len(dtypes))
-    return JAGGED_EXCHANGE.bind(
+def room(group: Group) -> list[int]:
+    """Returns the lengths and values of a rank that memory is made for: what all ranks have seen of the calls before."""
+    return [1024, 4096]
+
+
+@per_group
+def jagged_exchange(
+    group: Group, features: int, dtypes: tuple[torch.dtype, ...], capacity: tuple[int, int], stagger: int
+) -> tuple[BoundKernel, HostWords]:
+    """Makes the launch of a group. ``capacity``: of results, in lengths and in values. The host gets how many come of both, and the most
+    that come anywhere."""
+    widths = [dtype.itemsize for dtype in dtypes] + [0] * (3 - len(dtypes))
+    told, pieces = HostWords(group, 4), max(1, group.sm_count // features)
+    launch = JAGGED_EXCHANGE.bind(
         group,
         grid=group.sm_count,
         block=min(512, group.max_threads),
-        defines={"STAGGER": stagger},
-        sizes={"flags": group.sm_count, **dict(zip(("lengths_out", "values_out", "weights_out"), room, strict=True))},
-        shared_bytes=48 * features,
-        bytes=[dtype.itemsize for dtype in dtypes] + [0] * (3 - len(dtypes)),
-    )
+        defines={"STAGGER": stagger, "PIECES": pieces, "INDEX": INDEX_TYPES[dtypes[0]]},
+        sizes={
+            "flags": group.sm_count, "sums": features * pieces, "lengths_out": capacity[0] * widths[0],
+            "values_out": capacity[1] * widths[1], "weights_out": capacity[1] * widths[2],
+        },
+        shared_bytes=(60 + 16 * group.world_size) * features,
+        resident=True,
+        bytes=widths,
+        capacity=capacity,
+        host=told.words,
+    )  # fmt: skip
+    return launch, told
 
 
 @functools.lru_cache(maxsize=64)
 def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, device=device)
-
-
-def counts_of(lengths: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """Returns every feature's number of lengths, and behind them every feature's number of values."""
-    own = on_device(tuple(strides), lengths.device)
-    if len(set(strides)) == 1:
-        return torch.cat((own, lengths.view(len(strides), -1).sum(1, dtype=torch.int64)))
-    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int64), (1, 0))[torch.nn.functional.pad(own.cumsum(0), (1, 0))]
-    return torch.cat((own, ends.diff()))
 
 
 def solution(
@@ -146,27 +250,29 @@ def solution(
     stagger: int = 1,
 ) -> dict[str, torch.Tensor]:
     group, features = group_of(pg), sum(key_splits)
-    counts = share_table(group, counts_of(lengths, stride_per_key or [batch_size] * features))
-    first = [sum(key_splits[:rank]) for rank in range(group.world_size + 1)]
-    # Received by every rank, lengths and values; arenas grow by powers of two, on all ranks alike.
-    by_feature = counts.view(-1, 2, features).sum(0).tolist()
-    sizes = [[sum(by_feature[kind][begin:end]) for begin, end in itertools.pairwise(first)] for kind in (0, 1)]
-    capacity = 1 << max(sizes[0]).bit_length(), 1 << max(sizes[1]).bit_length()
-
+    starts = on_device(tuple(itertools.accumulate(stride_per_key or [batch_size] * features, initial=0)), lengths.device)
+    first = list(itertools.accumulate(key_splits, initial=0))
+    strides = starts.new_empty((key_splits[group.rank], group.world_size) if stride_per_key else 1 + group.world_size)
     tensors = [tensor.contiguous() for tensor in (lengths, values, weights) if tensor is not None]
-    launch = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), capacity, stagger)
-    table = counts.to(lengths.device, non_blocking=True)
     sources = dict(zip(("lengths", "values", "weights"), [*tensors, None], strict=False))
-    launch(**sources, table=table, first=first + [0] * (MAX_RANKS - group.world_size))
+    fits = room(group)
+    while True:
+        launch, told = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), tuple(fits), stagger)
+        launch(
+            **sources, starts=starts, strides=strides, first=first + [0] * (MAX_RANKS - group.world_size), per_key=bool(stride_per_key),
+            stamp=told.stamp(),
+        )  # fmt: skip
+        *sizes, most_lengths, most_values = told.read()
+        if most_lengths <= fits[0] and most_values <= fits[1]:
+            break
+        fits[:] = [max(size, 1 << most.bit_length()) for size, most in zip(fits, (most_lengths, most_values), strict=True)]
     received = {
-        name: launch.tensor(f"{name}_out", (sizes[name != "lengths"][group.rank],), tensor.dtype)
+        name: launch.tensor(f"{name}_out", (sizes[name != "lengths"],), tensor.dtype)
         for name, tensor in sources.items()
         if tensor is not None
     }
-    strides = table.view(group.world_size, 2, features)[:, 0]
     if stride_per_key is None:
-        stride_fields = {"stride": strides[:, 0].sum(), "stride_per_rank": strides[:, 0].contiguous()}
+        stride_fields = {"stride": strides[0], "stride_per_rank": strides[1:]}
     else:
-        in_order = strides.view(stagger, -1, features).transpose(0, 1).reshape(group.world_size, features)
-        stride_fields = {"stride_per_key_per_rank": in_order[:, first[group.rank] : first[group.rank + 1]].t().contiguous()}
+        stride_fields = {"stride_per_key_per_rank": strides}
     return {"lengths": received.pop("lengths"), "values": received.pop("values"), **stride_fields, **received}

@@ -3,14 +3,17 @@
     table = share_counts(group, counts)         table[q]: the counts of rank q, as Python integers
 
 Collectives whose parts' sizes follow from data need them before they can allocate; ``Communicator.exchange`` then moves the parts.
+A kernel that knows sizes early tells them with ``HostWords``, and the host goes on while it runs.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
 from peerlane.device.host.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
 from peerlane.device.host.group import Group, per_group
+from peerlane.errors import DeviceError
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>
@@ -36,6 +39,43 @@ SHARE_COUNTS = DeclaredKernel(
     "share_counts", SOURCE, epochs=Epochs(), flags=Flags(), table=Buffer(), counts=Pointer("const u64*"), given=array(U64, MOST_GIVEN),
     out=Pointer("u64*"), count=U32,
 )  # fmt: skip
+
+
+_POLLS = 20_000
+"""Looks at the stamp, some milliseconds in all, before the host waits for the stream."""
+
+
+class HostWords:
+    """Memory of the host in which a kernel writes ``count`` numbers, and then their call's stamp: ``tell_host`` of rows.cuh.
+
+    The kernel gets ``words`` as a pointer, and ``stamp()`` of every call."""
+
+    def __init__(self, group: Group, count: int) -> None:
+        self.words = torch.zeros(1 + count, dtype=torch.int64, device="cpu", pin_memory=group.device.type == "cuda")
+        self._group, self._calls = group, 0
+        self._told = ctypes.c_uint32.from_address(self.words.data_ptr())
+
+    def stamp(self) -> int:
+        """Returns what the next launch writes behind its numbers."""
+        self._calls = self._calls % 0xFFFFFFFF + 1
+        return self._calls
+
+    def wait(self) -> None:
+        """Waits until the numbers of the latest launch have come; its results may still be on their way."""
+        polls = 0
+        while self._told.value != self._calls and polls < _POLLS:
+            polls += 1
+        if self._told.value != self._calls:
+            if self._group.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            self._group.waits.check()
+        if self._told.value != self._calls:  # nobody takes a number that has not come
+            raise DeviceError(f"a kernel has ended without the numbers of call {self._calls}; expected that it calls tell_host")
+
+    def read(self) -> list[int]:
+        """Returns these numbers."""
+        self.wait()
+        return list(self.words[1:].tolist())
 
 
 @per_group

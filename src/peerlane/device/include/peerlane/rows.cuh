@@ -21,6 +21,16 @@ __device__ inline T shuffle_xor(const T& value, int bits) {
     return __builtin_bit_cast(T, words);
 }
 
+// The sum of the values of all lanes up to the caller's.
+__device__ inline u32 warp_prefix(u32 value) {
+#pragma unroll
+    for (u32 bits = 1; bits < warp_threads; bits *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffffu, value, bits);
+        if (Warp{}.thread() >= bits) value += other;
+    }
+    return value;
+}
+
 // Among lanes that agree in all bits of their number but the lowest; `lanes` is a power of two. Of a pair both lanes join the lower one's term
 // with the higher one's: a * b + c * d may be rounded otherwise than c * d + a * b, where the compiler fuses operations.
 template <int lanes = 32, class T, class Join>
@@ -69,18 +79,28 @@ __device__ inline void each_row(u32 rows, const Use& use) {
     for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
 }
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks. `vectors`: all addresses and `bytes` are
-// multiples of 16, so that short rows are moved by single vectors; others by warps.
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By a block. `vectors`: all addresses and `bytes` are multiples of 16, so that
+// short rows are moved by single vectors, several of a thread at a time; others by warps.
 template <class From, class To>
 __device__ inline void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
     if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
-        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
+        for (u32 i = threadIdx.x / warp_threads; i < count; i += blockDim.x / warp_threads) copy_bytes(Warp{}, to(i), from(i), bytes);
         return;
     }
-    const u32 each = bytes / sizeof(Vec16);
-    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
-        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
-        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
+    constexpr u32 at_once = 8;
+    const u32 each = bytes / sizeof(Vec16), vectors_in_all = count * each;
+    for (u32 first = threadIdx.x; first < vectors_in_all; first += at_once * blockDim.x) {
+        Vec16 value[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u32 at = first + k * blockDim.x;
+            if (at < vectors_in_all) value[k] = reinterpret_cast<const Vec16*>(from(at / each))[at % each];
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u32 at = first + k * blockDim.x;
+            if (at < vectors_in_all) reinterpret_cast<Vec16*>(to(at / each))[at % each] = value[k];
+        }
     }
 }
 
@@ -306,5 +326,11 @@ class SmallExchange {
     u64 stride_, buffer_;
     u32 epoch_;
 };
+
+// By one thread: the host, which waits for the stamp, sees what the thread has written behind the first of these words of its memory.
+__device__ inline void tell_host(u64* words, u32 stamp) {
+    ptx::fence_system();
+    ptx::store_relaxed_system(reinterpret_cast<u32*>(words), stamp);
+}
 
 }  // namespace peerlane
