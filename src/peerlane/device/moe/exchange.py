@@ -303,10 +303,10 @@ def combine(
     lengths: torch.Tensor,
     tokens: int,
 ) -> torch.Tensor:
-    """Collective: adds up rows by token, and sends home what :func:`dispatch` sent. ``rows`` lie as it delivers them; ``returned`` belong
-    to rows of each rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names
-    its expert, for token ``mapping[i]``. A rank takes sums in fp32 in the order of the rows, and rounds once where they travel; the result
-    (tokens, H) has the dtype of a product."""
+    """Collective: adds up rows by token, and sends home what :func:`dispatch` sent. ``rows`` lie as it delivers them, ``returned`` of each
+    rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names its expert,
+    for token ``mapping[i]``. A rank takes sums in fp32 in the order of the rows, and rounds once where they travel; the result (tokens, H)
+    has the dtype of a product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
     bound = _combine(group, room_for(group, flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])
