@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(512)
         const auto [count, first] = reinterpret_cast<const Asked*>(arena.local(args.asked))[q];
         const u32* rows = reinterpret_cast<const u32*>(arena.local(args.inbox)) + q * args.room;
         char* to = q == arena.rank ? args.out : arena.peer(q, args.came);
-        copy_rows(told ? count : 0, args.row_bytes, vectors, [&](u32 i) { return args.shard + u64(rows[i]) * args.row_bytes; },
+        copy_rows(share_of(), told ? count : 0, args.row_bytes, vectors, [&](u32 i) { return args.shard + u64(rows[i]) * args.row_bytes; },
                   [&](u32 i) { return row_at(to, first + i); });
     }
     meet_ranks(peers, arena, 2 * gridDim.x, epoch);
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(512)
     for (u32 q = 0; q < arena.rank; ++q) first += total[q];
     const u32 others = block_arrived(arena) ? args.count - total[arena.rank] : 0;
     const auto place = [&](u32 i) { return i < first ? i : i + total[arena.rank]; };
-    copy_rows(others, args.row_bytes, vectors, [&](u32 i) { return row_at(arena.local(args.came), place(i)); },
+    copy_rows(share_of(), others, args.row_bytes, vectors, [&](u32 i) { return row_at(arena.local(args.came), place(i)); },
               [&](u32 i) { return row_at(args.out, place(i)); });
 }
 """

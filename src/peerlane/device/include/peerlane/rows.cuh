@@ -69,19 +69,43 @@ __device__ inline void each_row(u32 rows, const Use& use) {
     for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
 }
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks. `vectors`: all addresses and `bytes` are
-// multiples of 16, so that short rows are moved by single vectors; others by warps.
+// The caller's number among the threads that share some work, of whole warps: those of all blocks, or of a team in each block.
+struct Share {
+    u32 thread, threads;
+};
+template <class Team = Block>
+__device__ inline Share share_of(const Team& team = {}) {
+    return {blockIdx.x * team.size() + team.thread(), gridDim.x * team.size()};
+}
+
+// use(row, vector, value) for every 16 bytes of `count` rows of `each` vectors that begin at from(row); eight of a thread are on their way at a time.
+template <class From, class Use>
+__device__ inline void each_vector(Share share, u32 count, u32 each, const From& from, const Use& use) {
+    constexpr u32 at_once = 8;
+    const u64 total = u64(count) * each;
+    for (u64 first = share.thread; first < total; first += u64(at_once) * share.threads) {
+        u32 row[at_once], vector[at_once];
+        Vec16 value[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u64 at = first + u64(k) * share.threads;
+            row[k] = at < total ? total >> 32 == 0 ? static_cast<u32>(at) / each : static_cast<u32>(at / each) : count;
+            vector[k] = static_cast<u32>(at - u64(row[k]) * each);
+            if (row[k] < count) value[k] = reinterpret_cast<const Vec16*>(from(row[k]))[vector[k]];
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            if (row[k] < count) use(row[k], vector[k], value[k]);
+        }
+    }
+}
+
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. `vectors`: all addresses and `bytes` are multiples of 16; other rows are moved by warps.
 template <class From, class To>
-__device__ inline void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
-    if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
-        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
-        return;
-    }
-    const u32 each = bytes / sizeof(Vec16);
-    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
-        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
-        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
-    }
+__device__ inline void copy_rows(Share share, u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
+    const auto store = [&](u32 i, u32 v, const Vec16& value) { reinterpret_cast<Vec16*>(to(i))[v] = value; };
+    if (vectors) return each_vector(share, count, bytes / sizeof(Vec16), from, store);
+    for (u32 i = share.thread / warp_threads; i < count; i += share.threads / warp_threads) copy_bytes(Warp{}, to(i), from(i), bytes);
 }
 
 // use(column) for the first of every eight columns of the caller's lane.

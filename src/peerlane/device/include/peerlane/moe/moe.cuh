@@ -16,8 +16,8 @@ namespace peerlane {
 constexpr u32 max_own_experts = 1024;
 
 // All blocks of this rank have come here; what they did before is seen behind it. `slots`: one for each block.
-template <int W>
-__device__ inline void meet_blocks(const Peers<W>& peers, const Arena& arena, u32 slots, u32 epoch) {
+template <int W, class Team>
+__device__ inline void meet_blocks(const Peers<W, Team>& peers, const Arena& arena, u32 slots, u32 epoch) {
     peers.signal(arena.rank, slots + blockIdx.x, epoch);
     peers.wait_slots(arena.rank, slots, gridDim.x, epoch);
 }
