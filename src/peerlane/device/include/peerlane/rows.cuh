@@ -79,6 +79,7 @@ __device__ inline Share share_of(const Team& team = {}) {
 }
 
 // use(row, vector, value) for every 16 bytes of `count` rows of `each` vectors that begin at from(row); eight of a thread are on their way at a time.
+// Rows are left out where that is null.
 template <class From, class Use>
 __device__ inline void each_vector(Share share, u32 count, u32 each, const From& from, const Use& use) {
     constexpr u32 at_once = 8;
@@ -91,7 +92,9 @@ __device__ inline void each_vector(Share share, u32 count, u32 each, const From&
             const u64 at = first + u64(k) * share.threads;
             row[k] = at < total ? total >> 32 == 0 ? static_cast<u32>(at) / each : static_cast<u32>(at / each) : count;
             vector[k] = static_cast<u32>(at - u64(row[k]) * each);
-            if (row[k] < count) value[k] = reinterpret_cast<const Vec16*>(from(row[k]))[vector[k]];
+            const char* begin = row[k] < count ? from(row[k]) : nullptr;
+            if (begin != nullptr) value[k] = reinterpret_cast<const Vec16*>(begin)[vector[k]];
+            else row[k] = count;
         }
 #pragma unroll
         for (u32 k = 0; k < at_once; ++k) {
@@ -100,12 +103,15 @@ __device__ inline void each_vector(Share share, u32 count, u32 each, const From&
     }
 }
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. `vectors`: all addresses and `bytes` are multiples of 16; other rows are moved by warps.
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. `vectors`: all addresses and `bytes` are multiples of 16; other rows are moved by warps. Rows
+// are left out where from(i) is null.
 template <class From, class To>
 __device__ inline void copy_rows(Share share, u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
     const auto store = [&](u32 i, u32 v, const Vec16& value) { reinterpret_cast<Vec16*>(to(i))[v] = value; };
     if (vectors) return each_vector(share, count, bytes / sizeof(Vec16), from, store);
-    for (u32 i = share.thread / warp_threads; i < count; i += share.threads / warp_threads) copy_bytes(Warp{}, to(i), from(i), bytes);
+    for (u32 i = share.thread / warp_threads; i < count; i += share.threads / warp_threads) {
+        if (const char* begin = from(i); begin != nullptr) copy_bytes(Warp{}, to(i), begin, bytes);
+    }
 }
 
 // use(column) for the first of every eight columns of the caller's lane.

@@ -46,6 +46,13 @@ __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32
                 return;
             }
         }
+        if constexpr (words == 2) {
+            if (aligned_for<u64>(source)) {
+                const u64 whole = *reinterpret_cast<const u64*>(source);
+                value[0] = static_cast<u32>(whole), value[1] = static_cast<u32>(whole >> 32);
+                return;
+            }
+        }
         if (aligned_for<u32>(source)) {
 #pragma unroll
             for (int w = 0; w < words; ++w) value[w] = *reinterpret_cast<const u32*>(source + 4 * w);
@@ -67,6 +74,12 @@ __device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u3
                 for (int v = 0; v < words / 4; ++v) {
                     reinterpret_cast<Vec16*>(target)[v] = Vec16{{value[4 * v], value[4 * v + 1], value[4 * v + 2], value[4 * v + 3]}};
                 }
+                return;
+            }
+        }
+        if constexpr (words == 2) {
+            if (aligned_for<u64>(target)) {
+                *reinterpret_cast<u64*>(target) = value[0] | u64(value[1]) << 32;
                 return;
             }
         }
