@@ -105,10 +105,12 @@ def test_a_layer_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkey
 
 LOST = {
     "places of rows that nobody has told of": ("dispatch", "    peers.wait_all(0, epoch);", {"race"}),
-    "rows before they are numbered": ("dispatch", "    meet_blocks(peers, arena, 1 + gridDim.x, epoch);\n", {"race"}),
-    "an end before all rows have come": ("dispatch", "    meet_ranks(peers, arena, 1 + 2 * gridDim.x, epoch);\n", {"race"}),
+    "tokens of rows before they are told": ("dispatch", "    meet_ranks(peers, arena, 1 + gridDim.x, epoch);\n", {"race"}),
+    "rows before the lists of them are whole": ("dispatch", "    meet_blocks(peers, arena, 1 + 2 * gridDim.x, epoch);\n", {"race"}),
+    "tokens before they have come": ("dispatch", "        team.hear(round);\n", {"race"}),
     "lists before they are empty": ("combine", "    meet_blocks(peers, arena, 1, epoch);\n", {"race"}),
-    "sums before all rows are back": ("combine", "    meet_ranks(peers, arena, 1 + gridDim.x, epoch);\n", {"race", "illegal_address"}),
+    "sums before the lists are whole": ("combine", "    meet_blocks(peers, arena, 1 + 2 * gridDim.x, epoch);\n", {"race"}),
+    "sums before all parts have come": ("combine", "        if (!sends) team.hear(round);\n", {"race"}),
 }
 
 

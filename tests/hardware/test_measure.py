@@ -17,7 +17,8 @@ from peerlane.hardware.topology import Gpu, Topology
 FAKE_PROBE = """
 import json, sys
 probe, out = sys.argv[1], sys.argv[sys.argv.index("--out") + 1]
-samples = {"gpu": {"hbm_copy_tbps": [4.0, 5.0]}, "links": {"nvlink_ring_gbps": [371.0]}, "nccl": {"nccl_allreduce_8b_us": [23.0]}}[probe]
+samples = {"gpu": {"hbm_copy_tbps": [4.0, 5.0]}, "links": {"nvlink_ring_gbps": [371.0]}, "nccl": {"nccl_allreduce_8b_us": [23.0]}}
+samples = samples.get(probe, {})
 if probe == "nccl" and sys.argv[sys.argv.index("--rank") + 1] != "0":
     samples = {}
 open(out, "w").write(json.dumps({"samples": samples, "notes": ["a note"] if probe == "links" else []}))
@@ -119,16 +120,22 @@ def test_one_failing_figure_does_not_cost_the_others(tmp_path: Path) -> None:
 
 def test_probes_without_cuda_leave_a_note_and_no_traceback(tmp_path: Path) -> None:
     """In a process of their own, from which the GPUs of the machine are hidden, if it has any."""
-    outs = {probe: tmp_path / f"{probe}.json" for probe in ("gpu", "links", "nccl")}
+    outs = {probe: tmp_path / f"{probe}.json" for probe in ("gpu", "links", "places", "nccl")}
     shared = ["--devices", "2", "--rendezvous", str(tmp_path / "rendezvous")]
     commands = [[probe, "--out", str(out), *shared] for probe, out in outs.items()]
     code = f"from peerlane.hardware.probes import main; print([main(command) for command in {commands!r}])"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.stdout, done.stderr) == ("[1, 1, 1]\n", "")
+    assert (done.stdout, done.stderr) == ("[1, 1, 1, 1]\n", "")
     for probe, out in outs.items():
         written = json.loads(out.read_text())
         assert written["samples"] == {} and written["notes"][0].startswith(f"probe {probe} stopped: ")
+
+
+def test_kernels_of_random_places_compile() -> None:
+    ptx = compile_cubin(probes.PLACES_SOURCE).ptx()
+    assert {f".entry {name}(" in ptx for name in ("read_rows", "add_rows", "read_words", "swap_words")} == {True}
+    assert ptx.count("red.relaxed.gpu.global.add.v4.f32") == ptx.count(".cas.b64") == 8
 
 
 def test_flag_exchange_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ from peerlane.settings import cache_dir
 
 SCHEMA = 1
 
+ROW_BYTES = (64, 128, 512, 2048)
+"""of rows in random places whose rates are measured"""
+
 FIGURES: Mapping[str, str] = {
     "hbm_copy_tbps": "copy within one GPU's memory, bytes read plus bytes written, 10^12 bytes/s",
     "bf16_matmul_tflops": "8192^3 matrix product on random data",
@@ -47,8 +50,25 @@ FIGURES: Mapping[str, str] = {
     "nccl_allreduce_256b_us": "NCCL all-reduce of 256 bytes, called from Python, slowest rank",
     "nccl_allreduce_2048b_us": "NCCL all-reduce of 2048 bytes, called from Python, slowest rank",
     "nccl_allreduce_graph_8b_us": "NCCL all-reduce of 8 bytes, replayed as a CUDA graph, slowest rank",
+    **{
+        f"{what}_{row}b_tbps": f"{how}, rows of {row} bytes in random places, payload, 10^12 bytes/s"
+        for what, how in {
+            "read_rows": "read from 2 GiB of the GPU's own memory",
+            "peer_read_rows": "read from 2 GiB of another GPU's memory, all else idle",
+            "add_rows": "four floats at a time added to 32 MiB, which the L2 holds",
+        }.items()
+        for row in ROW_BYTES
+    },
+    "read_words_gops": "8 bytes read in random places of 2 GiB of the GPU's own memory, 10^9 reads/s",
+    "peer_read_words_gops": "the same of another GPU's memory, all else idle",
+    "swap_words_gops": "8 bytes compared and swapped in random places of 2 GiB of the GPU's own memory, 10^9/s",
 }
 """Every figure that may be measured, and what it is. Those by mechanism are `peerlane bench mechanisms`'."""
+
+
+def rows_figure(what: str, row_bytes: float) -> str:
+    """Returns the figure ``what`` (read_rows, peer_read_rows, add_rows) of the largest measured rows that are no larger."""
+    return f"{what}_{max((size for size in ROW_BYTES if size <= row_bytes), default=ROW_BYTES[0])}b_tbps"
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,7 @@ def _steps(gpus: int, folder: Path) -> list[list[ProbeJob]]:
     devices = ("--devices", str(gpus))
     steps = [[job(f"probe of GPU {device}", "gpu", "--device", str(device)) for device in range(gpus)]]
     if gpus > 1:
+        steps.append([job("probe of places", "places", *devices)])
         rendezvous = ("--rendezvous", str(folder / "rendezvous"))
         steps.append([job("probe of links", "links", *devices)])
         steps.append([job(f"probe of NCCL rank {rank}", "nccl", "--rank", str(rank), *devices, *rendezvous) for rank in range(gpus)])

@@ -2,6 +2,7 @@
 
 ``python -m peerlane.hardware.probes gpu --device D``            memory, matrix products and kernel launches of one GPU
 ``python -m peerlane.hardware.probes links --devices N``         copies and flags between GPUs, one process holding all
+``python -m peerlane.hardware.probes places --devices N``        rows and words in random places, of one GPU and of another
 ``python -m peerlane.hardware.probes nccl --rank R --devices N --rendezvous FILE``   NCCL latency, one process a GPU
 
 Each writes ``{"samples": {figure: [...]}, "notes": [...]}`` to the file that ``--out`` names, anew after every figure, so that a process
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.hardware.ceilings import ROW_BYTES
 
 HBM_BUFFER_BYTES = 2 * 2**30
 LINK_BUFFER_BYTES = 256 * 2**20
@@ -50,6 +52,51 @@ extern "C" __global__ void flag_exchange(u32* mine, u32* theirs, int warmup, int
     }
     *elapsed_ns = ptx::globaltimer() - start;
 }
+"""
+
+PLACES_BYTES, ADDED_BYTES, TOUCHED_BYTES = 2 << 30, 32 << 20, 512 << 20
+# The kernels go through `count` vectors of 16 bytes, or words of 8, row by row of `row` of them, each in a random one of `rows` places.
+PLACES_SOURCE = r"""
+#include <peerlane/ptx.cuh>
+using namespace peerlane;
+
+__device__ inline u64 place_of(u64 i, u32 row, u32 rows) {
+    u64 mixed = (i / row + 1) * 0x9e3779b97f4a7c15ull;
+    mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebull;
+    return (mixed >> 32) * rows / (u64(1) << 32) * row + i % row;
+}
+
+constexpr u32 one = 0x3f800000;  // the bits of 1.0f
+
+// What touch(place, i) returns is stored if it is of a kind that does not come up.
+template <class Item, class Touch>
+__device__ inline void touch_all(u32 count, u32 row, u32 rows, Item* sink, const Touch& touch) {
+    constexpr u32 at_once = 8;
+    const u32 step = gridDim.x * blockDim.x;
+    for (u32 first = blockIdx.x * blockDim.x + threadIdx.x; first < count; first += at_once * step) {
+        Item item[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) item[k] = first + k * step < count ? touch(place_of(first + k * step, row, rows), first) : Item{};
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            if (*reinterpret_cast<const u64*>(&item[k]) == ~u64(0)) *sink = item[k];
+        }
+    }
+}
+
+#define PLACES(name, type, action)                                                                                                      \
+    struct name##_touch {                                                                                                               \
+        type* table;                                                                                                                    \
+        __device__ type operator()(u64 place, u32 i) const { action; }                                                                 \
+    };                                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512) name(type* table, u32 count, u32 row, u32 rows, type* sink) {                      \
+        touch_all(count, row, rows, sink, name##_touch{table});                                                                         \
+    }
+PLACES(read_rows, Vec16, return table[place])
+PLACES(add_rows, Vec16, ptx::add_floats_relaxed_gpu(reinterpret_cast<float*>(table + place), Vec16{{one, one, one, one}}); return Vec16{})
+PLACES(read_words, u64, return table[place])
+PLACES(swap_words, u64, return atomicCAS(table + place, u64(i), u64(i) + 1))
 """
 
 
@@ -257,6 +304,35 @@ def synchronize(peers: list[Peer]) -> None:
         torch.cuda.synchronize(peer.device)
 
 
+# Random places
+
+
+def probe_places(report: Report, devices: int) -> None:
+    """What GPU 0 does in its own memory, and reads of the next GPU's."""
+    torch.cuda.set_device(0)
+    table = torch.zeros(PLACES_BYTES, dtype=torch.uint8, device="cuda")
+    tables = {"": table}
+    if devices > 1:
+        tables["peer_"] = torch.zeros(PLACES_BYTES, dtype=torch.uint8, device="cuda:1")
+        table[:16].copy_(tables["peer_"][:16])  # opens peer access
+    for where, memory in tables.items():
+        for row in ROW_BYTES:
+            report.attempt(f"{where}read_rows_{row}b_tbps", places_per_us, "read_rows", memory, 16, row // 16, 16e-6)
+        report.attempt(f"{where}read_words_gops", places_per_us, "read_words", memory, 8, 1, 1e-3)
+    for row in ROW_BYTES:
+        report.attempt(f"add_rows_{row}b_tbps", places_per_us, "add_rows", table[:ADDED_BYTES], 16, row // 16, 16e-6)
+    report.attempt("swap_words_gops", places_per_us, "swap_words", table, 8, 1, 1e-3)
+
+
+def places_per_us(kernel: str, table: torch.Tensor, item_bytes: int, row: int, factor: float, n: int = 7) -> list[float]:
+    """Returns how many items a microsecond the kernel goes through, times ``factor``; an item is a vector or a word."""
+    touch = torch.cuda._compile_kernel(PLACES_SOURCE, kernel, cuda_include_dirs=[INCLUDE_DIR])
+    sink, count = torch.zeros(2, dtype=torch.int64, device="cuda"), TOUCHED_BYTES // item_bytes
+    grid = (2 * torch.cuda.get_device_properties(0).multi_processor_count, 1, 1)
+    arguments = [table, count, row, table.nbytes // item_bytes // row, sink]
+    return [factor * count / us for us in timed_us(lambda: touch(grid, (512, 1, 1), arguments), warmup=2, n=n)]
+
+
 # NCCL
 
 
@@ -314,7 +390,7 @@ def graph_allreduce_us(calls: int = 20) -> list[float]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m peerlane.hardware.probes")
-    parser.add_argument("probe", choices=("gpu", "links", "nccl"))
+    parser.add_argument("probe", choices=("gpu", "links", "places", "nccl"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--devices", type=int, default=1)
@@ -327,6 +403,8 @@ def main(arguments: list[str] | None = None) -> int:
             probe_gpu(report, options.device)
         elif options.probe == "links":
             probe_links(report, options.devices)
+        elif options.probe == "places":
+            probe_places(report, options.devices)
         else:
             probe_nccl(report, options.rank, options.devices, options.rendezvous)
     except Exception as error:

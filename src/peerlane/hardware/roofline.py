@@ -186,11 +186,17 @@ def steps_us(steps: Sequence[Steps], ceilings: Ceilings, profile: HardwareProfil
     """
     peaks, together = measured_peaks(ceilings, profile), [[step.cost for step in ranks] for ranks in zip(*steps, strict=True)]
     barrier_us, launch_us = ceilings.median("barrier_round_us"), ceilings.median("kernel_launch_us")
+    places = [[step.places for step in ranks] for ranks in zip(*steps, strict=True)]
+    rates = {figure: ceilings.median(figure) for of_step in places for of_rank in of_step for figure in of_rank}
     needed = {"hbm", "nvlink", "latency", *(unit for costs in together for cost in costs for unit in cost.flops)}
-    if needed & set(peaks.assumed) or barrier_us is None or launch_us is None:
+    if needed & set(peaks.assumed) or barrier_us is None or launch_us is None or None in rates.values():
         return None
+    per_us = {figure: rate * (_TBPS_PER_US if figure.endswith("tbps") else _GBPS_PER_US) for figure, rate in rates.items() if rate}
+    places_us = (max(sum(amount / per_us[figure] for figure, amount in of_rank.items()) for of_rank in of_step) for of_step in places)
     barriers = (max(step.barriers for step in ranks) for ranks in zip(*steps, strict=True))
-    bounds_us = (max(roofline(costs, peaks).bound_us, launched * launch_us) for costs in together)
+    bounds_us = (
+        max(roofline(costs, peaks).bound_us, its_us, launched * launch_us) for costs, its_us in zip(together, places_us, strict=True)
+    )
     return [bound_us + count * barrier_us for bound_us, count in zip(bounds_us, barriers, strict=True)]
 
 

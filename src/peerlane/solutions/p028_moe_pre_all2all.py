@@ -1,8 +1,8 @@
 """Problem 28, dispatch of tokens to their experts' ranks: one kernel numbers the rows, learns their places, and pushes tokens there.
 
 The receiver alone knows how many rows of each source are for which of its experts. It tells every source where they go, while rows are
-numbered. A token crosses a link once for all its experts on a rank, which copies it to their rows. The device code is
-``peerlane/moe/moe.cuh``.
+numbered. A token crosses a link once for all its experts on a rank, which reads it once and copies it to their rows, own tokens while
+others are on their way. The device code is ``peerlane/moe/moe.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -1,7 +1,8 @@
-"""Problem 29, combination of experts' rows by token: one kernel pushes rows home, and adds them up there with their weights.
+"""Problem 29, combination of experts' rows by token: one kernel adds up a token's rows where they are, and sends home one row of each rank.
 
-While rows travel, each rank looks up their weights and lists the rows of every token. Sums are kept in fp32 and rounded once. The device
-code is ``peerlane/moe/moe.cuh``."""
+The token's home knows where its rows are and what they weigh, and tells the experts' ranks. They add up, in fp32, and round once for the
+link; meanwhile other warps add up the rows of own tokens, and what has come of them. Bound by HBM, which reads every row once, and the
+links. The device code is ``peerlane/moe/moe.cuh``."""
 
 import torch
 import torch.distributed as dist

@@ -1,13 +1,15 @@
-"""Problem 65, gathered feature rows exchanged in relative order: rows are gathered as the chunks lie, and each part lands at its place.
+"""Problem 65, gathered feature rows exchanged in relative order: one kernel reads every row once and stores it where it is wanted.
 
-The reference rolls rows before and behind its exchange; here the places of the parts say all. Bound by HBM, which reads rows twice, and
-the links. ``peerlane/collectives/exchange.cuh``."""
+The reference rolls rows before and behind its exchange; here ranks tell each other where parts begin. Bound by HBM, which reads rows in
+random places, and the links. ``families/relative_rows.py``.
+
+The next call overwrites the results, which lie in the arena."""
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import communicator, group_of
-from peerlane.device.collectives.communicator import relative_parts
+from peerlane.device import group_of
+from peerlane.solutions.families.relative_rows import gather_rows
 
 
 def solution(
@@ -17,9 +19,4 @@ def solution(
     counts_received: list[int],
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    ranks, rows = group_of(group), local_features[seed_inverse_ids]
-    received = rows.new_empty((sum(counts_sent), *rows.shape[1:]))
-    row_bytes = torch.Size(rows.shape[1:]).numel() * rows.itemsize
-    parts = (relative_parts(counts, ranks.rank, row_bytes) for counts in (counts_received, counts_sent))
-    communicator(ranks).exchange(received, rows, *parts)
-    return received
+    return gather_rows(group_of(group), local_features, seed_inverse_ids, counts_sent, counts_received)

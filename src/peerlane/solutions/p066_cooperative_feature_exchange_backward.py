@@ -1,13 +1,13 @@
-"""Problem 66, gradients back to the rows that they came from: parts land in the order of the ids, and are added there.
+"""Problem 66, gradients back to the rows that they came from: one kernel adds those that stay, while others travel.
 
-The reference rolls gradients and ids; here the places of the parts say all. Bound by HBM, which writes and reads the received rows
-once, and the links. Sums are float32 additions in memory, in no fixed order. ``peerlane/collectives/exchange.cuh``."""
+The reference rolls gradients and ids; here ranks tell each other where parts begin. Bound by HBM, the additions in the L2, and the links.
+Sums are float32 additions in memory, four at a time, in no fixed order. ``families/relative_rows.py``."""
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import communicator, group_of
-from peerlane.device.collectives.communicator import relative_parts
+from peerlane.device import group_of
+from peerlane.solutions.families.relative_rows import add_rows
 
 
 def solution(
@@ -18,9 +18,4 @@ def solution(
     counts_received: list[int],
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    ranks, sent = group_of(group), grad_output.contiguous()
-    received = sent.new_empty((sum(counts_received), *sent.shape[1:]))
-    row_bytes = torch.Size(sent.shape[1:]).numel() * sent.itemsize
-    parts = (relative_parts(counts, ranks.rank, row_bytes) for counts in (counts_sent, counts_received))
-    communicator(ranks).exchange(received, sent, *parts)
-    return sent.new_zeros((seed_size, *sent.shape[1:])).index_add_(0, seed_inverse_ids, received)
+    return add_rows(group_of(group), grad_output, seed_inverse_ids, seed_size, counts_sent, counts_received)

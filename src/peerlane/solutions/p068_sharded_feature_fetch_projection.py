@@ -10,12 +10,12 @@ from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epoch
 from peerlane.device.collectives.counts import share_counts
 
 SOURCE = r"""
-#include <peerlane/comm.cuh>
+#include <peerlane/rows.cuh>
 using namespace peerlane;
 
 // Block b of every rank pushes its part of the ids, and answers what block b of the others has pushed. A rank that has pushed ids has used
 // the rows of the launch before.
-extern "C" __global__ void __launch_bounds__(1024) fetch_rows(const __grid_constant__ Arena arena, const __grid_constant__ FetchRows args) {
+extern "C" __global__ void __launch_bounds__(512) fetch_rows(const __grid_constant__ Arena arena, const __grid_constant__ FetchRows args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
     const Part own = part_of(args.wanted[arena.rank], blockIdx.x, gridDim.x);
@@ -28,15 +28,17 @@ extern "C" __global__ void __launch_bounds__(1024) fetch_rows(const __grid_const
     }
     peers.barrier(blockIdx.x, 2 * epoch);
     const u64 first = args.rows_of_rank * arena.rank, end = arena.rank == WORLD_SIZE - 1 ? ~u64(0) : first + args.rows_of_rank;
-    for (int k = 0; k < WORLD_SIZE && all_arrived(arena); ++k) {
-        const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+    const bool vectors = (reinterpret_cast<u64>(args.shard) | args.row_bytes) % sizeof(Vec16) == 0;
+    for (int k = 1; k <= WORLD_SIZE && all_arrived(arena); ++k) {  // its own rows last, while others travel
+        const int q = rank_after<WORLD_SIZE>(arena.rank, k % WORLD_SIZE);
         const WIRE* asked = reinterpret_cast<const WIRE*>(arena.local(args.asked)) + q * args.capacity;
         const Part part = part_of(args.wanted[q], blockIdx.x, gridDim.x);
-        for (u64 i = part.first + threadIdx.x / warp_threads; i < part.end; i += blockDim.x / warp_threads) {
-            const u64 id = asked[i];
-            if (id < first || id >= end) continue;
-            copy_bytes(Warp{}, arena.peer(q, args.rows) + i * args.row_bytes, args.shard + (id - first) * args.row_bytes, args.row_bytes);
-        }
+        const auto row_of = [&](u32 i) {
+            const u64 id = asked[part.first + i];
+            return first <= id && id < end ? args.shard + (id - first) * args.row_bytes : nullptr;
+        };
+        copy_rows(Share{threadIdx.x, blockDim.x}, u32(part.end - part.first), u32(args.row_bytes), vectors, row_of,
+                  [&](u32 i) { return arena.peer(q, args.rows) + (part.first + i) * args.row_bytes; });
     }
     peers.barrier(blockIdx.x, 2 * epoch + 1);
 }
@@ -52,7 +54,7 @@ def fetch_rows(group: Group, capacity: int, ids: torch.dtype, wire: int, row_byt
     return FETCH_ROWS.bind(
         group,
         grid=group.sm_count,
-        block=min(1024, group.max_threads),
+        block=min(512, group.max_threads),
         defines={"ID": "int" if ids == torch.int32 else "long long", "WIRE": f"u{8 * wire}"},
         sizes={"flags": group.sm_count, "asked": wire * capacity * group.world_size, "rows": capacity * row_bytes},
         capacity=capacity,

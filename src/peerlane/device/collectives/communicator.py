@@ -14,7 +14,6 @@ import copy
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -355,13 +354,6 @@ class Communicator:
         require_fit(output, input, outputs, inputs)
         if input.device != self.arena.device:
             raise UsageError(f"tensors on {input.device}; this communicator works on {self.arena.device}: move them, or make one there")
-
-
-def relative_parts(counts: Sequence[int], rank: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Returns parts of ``exchange`` from counts of rows. Number j is that of rank (rank + j) mod W and lies behind number j - 1."""
-    begins = list(accumulate(counts, initial=0))
-    places = [(q - rank) % len(counts) for q in range(len(counts))]
-    return [(begins[place] * row_bytes, counts[place] * row_bytes) for place in places]
 
 
 def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator:

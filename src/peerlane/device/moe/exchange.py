@@ -11,6 +11,8 @@ from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.errors import UsageError
 
 MAX_THREADS = 512  # of the sources
+ROUNDS = 4
+"""in which tokens travel: ``team_rounds`` of the sources"""
 LEAST_TOKENS = 128
 """that memory is made for"""
 MAP_TYPES = {torch.bool: "u8", torch.uint8: "u8", torch.int32: "int", torch.int64: "long long", torch.float32: "float"}
@@ -31,55 +33,83 @@ extern "C" __global__ void __launch_bounds__(512)
         });
         peers.signal_all(0, epoch);
     }
-    u32* targets = reinterpret_cast<u32*>(arena.local(args.targets));  // of a token: the ranks that get it, a bit each
-    for (u32 token = blockIdx.x * blockDim.x + threadIdx.x; token < args.tokens; token += gridDim.x * blockDim.x) targets[token] = 0;
+    const auto local = [&](u64 offset) { return reinterpret_cast<u32*>(arena.local(offset)); };
+    const RowLists lists{reinterpret_cast<RowList*>(arena.local(args.lists)), local(args.lines), local(args.next)};
+    u32* targets = local(args.targets);  // of a token: the ranks that get it, a bit each
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    for (u32 token = thread; token < args.room; token += step) targets[token] = 0;
+    for (u32 i = thread; i < WORLD_SIZE * args.room; i += step) lists.clear(i);
     numbers.count();
     meet_blocks(peers, arena, 1, epoch);
-    numbers.each([&](u32, u32 token, u32 row) {
-        if (row >= args.start[WORLD_SIZE]) return;
-        args.mapping[row] = token;
-        atomicOr(targets + token, 1u << part_with<WORLD_SIZE>(args.start, row));
-    });
-    meet_blocks(peers, arena, 1 + gridDim.x, epoch);
-    peers.wait_all(0, epoch);  // of a launch that this rank's peers have begun: their callers have read what lay in `out`
+    peers.wait_all(0, epoch);  // of a launch that all ranks have begun: they have done with the one before
     const bool told = block_arrived(arena);
-    const u32 rows = told ? args.start[WORLD_SIZE] : 0;
-    for (u32 row = blockIdx.x * blockDim.x + threadIdx.x; row < rows; row += gridDim.x * blockDim.x) {
+    numbers.each([&](u32, u32 token, u32 row) {
+        if (row >= args.start[WORLD_SIZE] || !told) return;
+        args.mapping[row] = token;
         const int q = part_with<WORLD_SIZE>(args.start, row);
         const Moved* places = reinterpret_cast<const Moved*>(arena.local(args.places)) + q * args.own;
         const u32 within = row - args.start[q], entry = entry_with(places, args.own, within);
-        if (entry == args.own) continue;  // not among the rows that q has told of
-        reinterpret_cast<u32*>(arena.peer(q, args.origins))[within + places[entry].shift] = arena.rank * args.room + u32(args.mapping[row]);
+        atomicOr(targets + token, 1u << q);
+        if (entry == args.own) return;  // not among the rows that q has told of
+        reinterpret_cast<u32*>(arena.peer(q, args.origins))[within + places[entry].shift] = arena.rank * args.room + token;
+    });
+    meet_ranks(peers, arena, 1 + gridDim.x, epoch);
+    const u32 rows = block_arrived(arena) ? args.received : 0;
+    for (u32 row = thread; row < rows; row += step) {
+        const u32 origin = local(args.origins)[row];
+        if (origin < WORLD_SIZE * args.room) lists.add(origin, row);
     }
-    each_row(told ? args.tokens : 0, [&](u32 token) {
-        const u64 to = args.arrived + (u64(arena.rank) * args.room + token) * args.row_bytes;
-        for (int k = 1; k < WORLD_SIZE; ++k) {
-            const int q = rank_after<WORLD_SIZE>(arena.rank, k);
-            if (targets[token] >> q & 1) copy_bytes(Warp{}, arena.peer(q, to), args.x + u64(token) * args.row_bytes, args.row_bytes);
+    meet_blocks(peers, arena, 1 + 2 * gridDim.x, epoch);
+    const bool sends = TokenTeam<WORLD_SIZE>::caller_sends();
+    const TokenTeam<WORLD_SIZE> team(arena, args.flags, sends, args.room, 1 + 3 * gridDim.x, epoch);
+    const auto arrived = [&](u32 source, u32 token) { return args.arrived + (u64(source) * args.room + token) * args.row_bytes; };
+    const auto spread = [&](u32 source, u32 token, const char* from) {
+        copy_to_rows(from, arena.local(args.out), args.row_bytes, lists, source * args.room + token);
+    };
+    if (sends) {
+        for (u32 round = 0; round < team_rounds; ++round) {
+            team.each(round, [&](u32 token) {
+                const char* from = args.x + u64(token) * args.row_bytes;
+                for (int k = 1; k < WORLD_SIZE; ++k) {
+                    const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+                    if (targets[token] >> q & 1) copy_bytes(Warp{}, arena.peer(q, arrived(arena.rank, token)), from, args.row_bytes);
+                }
+            });
+            team.tell(round);
         }
-    });
-    meet_ranks(peers, arena, 1 + 2 * gridDim.x, epoch);
-    const u32* origins = reinterpret_cast<const u32*>(arena.local(args.origins));
-    each_row(block_arrived(arena) ? args.received : 0, [&](u32 row) {
-        const u32 origin = origins[row], source = origin / args.room;
-        if (source >= WORLD_SIZE) return;
-        const char* from = arena.local(args.arrived) + u64(origin) * args.row_bytes;
-        if (source == arena.rank) from = args.x + u64(origin % args.room) * args.row_bytes;
-        copy_bytes(Warp{}, arena.local(args.out) + u64(row) * args.row_bytes, from, args.row_bytes);
-    });
+        return;
+    }
+    for (u32 round = 0; round < team_rounds; ++round) {
+        team.each(round, [&](u32 token) { spread(arena.rank, token, args.x + u64(token) * args.row_bytes); });
+    }
+    for (u32 round = 0; round < team_rounds; ++round) {
+        team.hear(round);
+        team.each(round, [&](u32 token) {
+            for (int k = 1; k < WORLD_SIZE; ++k) {
+                const u32 q = rank_after<WORLD_SIZE>(arena.rank, k);
+                spread(q, token, arena.local(arrived(q, token)));
+            }
+        });
+    }
 }
 """
 MOE_DISPATCH = DeclaredKernel(
     "moe_dispatch", DISPATCH, x=Pointer("const char*"), map=Pointer("const MAP*"), mapping=Pointer("long long*"),
     lengths=Pointer("const long long*"), out=Buffer(), arrived=Buffer(), origins=Buffer(), places=Buffer(), counts=Buffer(),
-    targets=Buffer(), flags=Flags(), epochs=Epochs(), start=array(U32, MAX_RANKS + 1), tokens=U32, room=U32, received=U32, experts=U32,
-    own=U32, row_bytes=U32,
+    targets=Buffer(), lists=Buffer(), lines=Buffer(), next=Buffer(), flags=Flags(), epochs=Epochs(), start=array(U32, MAX_RANKS + 1),
+    tokens=U32, room=U32, received=U32, experts=U32, own=U32, row_bytes=U32,
 )  # fmt: skip
-"""A token goes to a rank once, however many of its experts are there, and the number of a row's token for each row. Rows are made there."""
+"""A token goes to a rank once, however many of its experts are there, and the number of a row's token for each row. Rows are made there,
+while other tokens are on their way."""
 
 COMBINE = r"""
 #include <peerlane/moe/moe.cuh>
 using namespace peerlane;
+
+struct Term {
+    u32 token;  // of all ranks
+    float weight;
+};
 
 extern "C" __global__ void __launch_bounds__(512)
     moe_combine(const __grid_constant__ Arena arena, const __grid_constant__ MoeCombine args) {
@@ -87,59 +117,84 @@ extern "C" __global__ void __launch_bounds__(512)
     const Peers<WORLD_SIZE> peers(arena, args.flags);
     const auto local = [&](u64 offset) { return reinterpret_cast<u32*>(arena.local(offset)); };
     const RowNumbers<MAP> numbers{args.map, args.experts, args.tokens, local(args.counts)};
-    u32 *heads = local(args.heads), *next = local(args.next);
-    float* weights = reinterpret_cast<float*>(arena.local(args.row_weights));
-    Moved* order = reinterpret_cast<Moved*>(arena.local(args.order));
+    const RowLists lists{reinterpret_cast<RowList*>(arena.local(args.lists)), local(args.lines), local(args.next)};
+    u32* targets = local(args.targets);  // of a token: the ranks that have rows of it, a bit each
     if (blockIdx.x == 0) {
-        if (threadIdx.x < WORLD_SIZE) {
-            reinterpret_cast<u32*>(arena.peer(threadIdx.x, args.places))[arena.rank] = args.start[threadIdx.x];
-        }
         each_chunk<WORLD_SIZE>(args.lengths, args.own, [&](u32 source, u32 expert, const Chunk& chunk) {
-            order[expert * WORLD_SIZE + source] = {chunk.in_all + chunk.length, chunk.in_source - chunk.in_all};
+            Moved* places = reinterpret_cast<Moved*>(arena.peer(source, args.places)) + arena.rank * args.own;
+            places[expert] = {chunk.in_source + chunk.length, chunk.in_all - chunk.in_source};
         });
         peers.signal_all(0, epoch);
     }
-    for (u32 token = blockIdx.x * blockDim.x + threadIdx.x; token < args.tokens; token += gridDim.x * blockDim.x) heads[token] = ~0u;
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    for (u32 token = thread; token < args.room; token += step) targets[token] = 0;
+    for (u32 i = thread; i < WORLD_SIZE * args.room; i += step) lists.clear(i);
     numbers.count();
     meet_blocks(peers, arena, 1, epoch);
+    peers.wait_all(0, epoch);  // of a launch that all ranks have begun: they have done with the one before
+    const bool told = block_arrived(arena);
     numbers.each([&](u32 expert, u32 token, u32 row) {
-        if (row >= args.start[WORLD_SIZE]) return;
+        if (row >= args.start[WORLD_SIZE] || !told) return;
         float weight = 0;
         for (u32 slot = u32(token * args.slots); slot < (token + 1) * args.slots; ++slot) {
             if (args.selected[slot] == expert) weight += element_of<WEIGHT>(args.weights, slot);
         }
-        weights[row] = weight;
-        next[row] = atomicExch(heads + args.mapping[row], row);
-    });
-    peers.wait_all(0, epoch);
-    each_row(block_arrived(arena) ? args.sent : 0, [&](u32 row) {
-        const u32 entry = entry_of(order, args.experts, row);  // by expert and source
-        const u32 source = entry % WORLD_SIZE, at = local(args.places)[source] + row + order[entry].shift;
-        copy_bytes(Warp{}, arena.peer(source, args.back) + u64(at) * args.row_bytes, args.x + u64(row) * args.row_bytes, args.row_bytes);
+        const int q = part_with<WORLD_SIZE>(args.start, row);
+        const Moved* places = reinterpret_cast<const Moved*>(arena.local(args.places)) + q * args.own;
+        const u32 within = row - args.start[q], entry = entry_with(places, args.own, within), target = u32(args.mapping[row]);
+        if (entry == args.own || target >= args.room) return;  // not among the rows that q has told of
+        atomicOr(targets + target, 1u << q);
+        reinterpret_cast<Term*>(arena.peer(q, args.terms))[within + places[entry].shift] = {arena.rank * args.room + target, weight};
     });
     meet_ranks(peers, arena, 1 + gridDim.x, epoch);
-    each_row(block_arrived(arena) ? args.tokens : 0, [&](u32 token) {
-        each_column(args.columns, [&](u32 column) {});
-        for (u32 first = 0; first < args.columns; first += row_lanes * warp_threads) {
-            const u32 column = first + Warp{}.thread() * row_lanes;
-            float sum[row_lanes] = {}, term[row_lanes];
-            each_of_list(next, heads[token], [&](u32 row) {
-                if (column >= args.columns) return;
-                RowOf<ROW>(arena.local(args.back), row, args.columns).load(column, term);
-                for (int e = 0; e < row_lanes; ++e) sum[e] += weights[row] * term[e];
+    const Term* terms = reinterpret_cast<const Term*>(arena.local(args.terms));
+    const u32 rows = block_arrived(arena) ? args.sent : 0;
+    for (u32 row = thread; row < rows; row += step) {
+        if (terms[row].token < WORLD_SIZE * args.room) lists.add(terms[row].token, row);
+    }
+    meet_blocks(peers, arena, 1 + 2 * gridDim.x, epoch);
+    const bool sends = TokenTeam<WORLD_SIZE>::caller_sends();
+    const TokenTeam<WORLD_SIZE> team(arena, args.flags, sends, args.room, 1 + 3 * gridDim.x, epoch);
+    const auto part_of_rank = [&](int at, u32 rank, u32 token) {
+        return RowOf<RESULT>(arena.peer(at, args.parts), u64(rank) * args.room + token, args.columns);
+    };
+    const auto sum_of = [&](u32 home, u32 token, const auto& use) {
+        sum_rows<ROW>(args.x, args.columns, lists, home * args.room + token, [&](u32 row) { return terms[row].weight; }, use);
+    };
+    for (u32 round = 0; round < team_rounds; ++round) {
+        if (!sends) team.hear(round);
+        team.each(round, [&](u32 token) {
+            for (int k = 1; k < WORLD_SIZE && sends; ++k) {
+                const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+                if (lists.of[q * args.room + token].count == 0) continue;
+                sum_of(q, token, [&](u32 column, const float (&sum)[row_lanes]) {
+                    if (column < args.columns) part_of_rank(q, arena.rank, token).store(column, sum);
+                });
+            }
+            if (sends || token >= args.tokens) return;
+            sum_of(arena.rank, token, [&](u32 column, float (&sum)[row_lanes]) {
+                float term[row_lanes];
+                for (int q = 0; q < WORLD_SIZE && column < args.columns; ++q) {
+                    if (q == arena.rank || (targets[token] >> q & 1) == 0) continue;
+                    part_of_rank(arena.rank, q, token).load(column, term);
+#pragma unroll
+                    for (int e = 0; e < row_lanes; ++e) sum[e] += term[e];
+                }
+                if (column < args.columns) RowOf<RESULT>(args.y, token, args.columns).store(column, sum);
             });
-            if (column < args.columns) RowOf<RESULT>(args.y, token, args.columns).store(column, sum);
-        }
-    });
+        });
+        if (sends) team.tell(round);
+    }
 }
-""".replace("        each_column(args.columns, [&](u32 column) {});\n", "")
+"""
 MOE_COMBINE = DeclaredKernel(
     "moe_combine", COMBINE, x=Pointer("const char*"), weights=Pointer("const char*"), selected=Pointer("const long long*"),
     map=Pointer("const MAP*"), mapping=Pointer("const long long*"), lengths=Pointer("const long long*"), y=Pointer(),
-    back=Buffer(), places=Buffer(), order=Buffer(), counts=Buffer(), heads=Buffer(), next=Buffer(), row_weights=Buffer(),
-    flags=Flags(), epochs=Epochs(), start=array(U32, MAX_RANKS + 1), sent=U32, tokens=U32, slots=U32, experts=U32, own=U32,
-    columns=U32, row_bytes=U32,
+    parts=Buffer(), places=Buffer(), counts=Buffer(), targets=Buffer(), lists=Buffer(), lines=Buffer(), next=Buffer(), terms=Buffer(),
+    flags=Flags(), epochs=Epochs(), start=array(U32, MAX_RANKS + 1), sent=U32, tokens=U32, room=U32, slots=U32, experts=U32, own=U32,
+    columns=U32,
 )  # fmt: skip
+"""The home of a token tells where its rows are what they weigh. A rank adds up what it has of a token, and one row of it travels."""
 
 
 def starts(splits: Sequence[int]) -> list[int]:
@@ -171,6 +226,12 @@ def _own_experts(group: Group, experts: int) -> int:
     return own
 
 
+def _lists(group: Group, room: int, rows: int) -> dict[str, int]:
+    """Returns the sizes of ``RowLists`` of all ranks' tokens."""
+    tokens = group.world_size * room
+    return {"lists": 8 * tokens, "lines": 128 * tokens, "next": 4 * rows}
+
+
 @per_group
 def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: int, map_type: str) -> BoundKernel:
     """Collective: makes the launch for as many tokens as there is room for: that changes on all ranks together, or on none."""
@@ -179,7 +240,7 @@ def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: in
     rows, room = max(1, sum(of_ranks)), max(1, *group.exchange(tokens))
     sizes = {
         "out": rows * row_bytes, "arrived": group.world_size * room * row_bytes, "origins": 4 * rows, "places": 8 * experts,
-        "counts": 4 * experts, "targets": 4 * room, "flags": 1 + 3 * grid,
+        "counts": 4 * experts, "targets": 4 * room, "flags": 1 + (3 + ROUNDS) * grid, **_lists(group, room, rows),
     }  # fmt: skip
     return MOE_DISPATCH.bind(
         group, grid=grid, block=_threads(group, rows * row_bytes), defines={"MAP": map_type}, sizes=sizes, resident=True,
@@ -219,17 +280,15 @@ def _combine(
     """Makes the launch, as :func:`_dispatch` does."""
     own, grid = _own_experts(group, experts), group.sm_count
     of_ranks, (row, weight) = group.exchange(tokens * slots), types
-    rows, most = max(1, *of_ranks), max(1, *group.exchange(tokens))
+    rows, room, result = max(1, sum(of_ranks)), max(1, *group.exchange(tokens)), torch.promote_types(row, weight)
     sizes = {
-        "back": rows * columns * row.itemsize, "places": 4 * MAX_RANKS, "order": 8 * experts, "counts": 4 * experts, "heads": 4 * most,
-        "next": 4 * rows, "row_weights": 4 * rows, "flags": 1 + 2 * grid,
+        "parts": group.world_size * room * columns * result.itemsize, "places": 8 * experts, "counts": 4 * experts, "targets": 4 * room,
+        "terms": 8 * rows, "flags": 1 + (3 + ROUNDS) * grid, **_lists(group, room, rows),
     }  # fmt: skip
-    defines = {
-        "MAP": map_type, "ROW": element_type(row), "WEIGHT": element_type(weight), "RESULT": element_type(torch.promote_types(row, weight))
-    }  # fmt: skip
+    defines = {"MAP": map_type, "ROW": element_type(row), "WEIGHT": element_type(weight), "RESULT": element_type(result)}
     return MOE_COMBINE.bind(
         group, grid=grid, block=_threads(group, sum(of_ranks) * columns * row.itemsize), defines=defines, sizes=sizes, resident=True,
-        tokens=tokens, slots=slots, experts=experts, own=own, columns=columns, row_bytes=columns * row.itemsize,
+        tokens=tokens, room=room, slots=slots, experts=experts, own=own, columns=columns,
     )  # fmt: skip
 
 
@@ -244,10 +303,10 @@ def combine(
     lengths: torch.Tensor,
     tokens: int,
 ) -> torch.Tensor:
-    """Collective: sends rows back, as :func:`dispatch` sent them, and adds them up. ``rows`` lie as it delivers them; ``returned`` come
-    back of each rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names
-    its expert, for token ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a
-    product."""
+    """Collective: adds up rows by token, and sends home what :func:`dispatch` sent. ``rows`` lie as it delivers them, ``returned`` of each
+    rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names its expert,
+    for token ``mapping[i]``. A rank takes sums in fp32 in the order of the rows, and rounds once where they travel; the result (tokens, H)
+    has the dtype of a product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
     bound = _combine(group, room_for(group, flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])

@@ -243,19 +243,30 @@ class Step:
     """A step of an algorithm on one rank, which ends on all ranks before the next one begins; what it moves and computes overlaps.
 
     ``cost``: everything that the algorithm moves and computes, more than a bound counts. ``barriers``: of all ranks, one after the other.
+    ``places``: what it does in random places, in bytes or operations by the figure of the ceilings that is its rate; one after the other.
     """
 
     name: str
     cost: Cost
     barriers: int = 0
+    places: Mapping[str, float] = field(default_factory=dict)
 
 
 Steps = Sequence[Step]
 
 
-def step(name: str, *, hbm: float = 0.0, link: float = 0.0, barriers: int = 0, flops: Mapping[str, float] | None = None) -> Step:
-    """A step: bytes of device memory, bytes through the rank's link in its busier direction, barriers, and operations by unit."""
-    return Step(name, Cost(hbm, link, link, flops or {}), barriers)
+def step(
+    name: str,
+    *,
+    hbm: float = 0.0,
+    link: float = 0.0,
+    barriers: int = 0,
+    flops: Mapping[str, float] | None = None,
+    places: Mapping[str, float] | None = None,
+) -> Step:
+    """A step: bytes of device memory, bytes through the rank's link in its busier direction, barriers, operations by unit, and what is
+    done in random places."""
+    return Step(name, Cost(hbm, link, link, flops or {}), barriers, places or {})
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,23 @@ struct Largest {
 constexpr int bytes = 4 / ELEMENT::lanes;
 __device__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
-// use(i, count): eight elements of a slice from i on, of which `count` are there. The same ones in a block of this number on every rank.
+// use(i, step): where the first of the caller's next eights of elements begins, and how far apart those are that it takes together. The same ones in
+// a block of this number on every rank.
+constexpr int together = 4;
 template <class Use>
-__device__ void each_eight(u64 elements, const Use& use) {
+__device__ void each_eights(u64 elements, const Use& use) {
     const u64 step = u64(gridDim.x) * blockDim.x * row_lanes;
-    for (u64 i = (u64(blockIdx.x) * blockDim.x + threadIdx.x) * row_lanes; i < elements; i += step) {
-        use(i, u32(min(elements - i, u64(row_lanes))));
-    }
+    for (u64 i = (u64(blockIdx.x) * blockDim.x + threadIdx.x) * row_lanes; i < elements; i += together * step) use(i, step);
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+// These eights of a slice; zeros behind its end.
+__device__ void load_eights(const char* slice, u64 elements, u64 i, u64 step, float (&value)[together][row_lanes]) {
+    const u32 left = static_cast<u32>(min(elements - i, u64(0xfffffff8u)));
+    const auto place = [&](int k, u32& row, u32& column) { row = 0, column = static_cast<u32>(min(k * step, u64(left))); };
+    load_together<ELEMENT, together>(slice + i * bytes, left, place, value);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
     fp8_exchange(const __grid_constant__ Arena arena, const __grid_constant__ Fp8Exchange args) {
     __shared__ Largest scratch[32], of_rank[WORLD_SIZE];
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
@@ -42,10 +49,12 @@ extern "C" __global__ void __launch_bounds__(512)
 
     Largest own{};
     for (int s = 0; s < slices; ++s) {
-        each_eight(n, [&](u64 i, u32 count) {
-            float value[row_lanes];
-            RowOf<ELEMENT>(args.flat + (s * n + i) * bytes, 0, count).load(0, value);
-            for (float v : value) own.value = max(own.value, magnitude(v));
+        each_eights(n, [&](u64 i, u64 step) {
+            float value[together][row_lanes];
+            load_eights(args.flat + s * n * bytes, n, i, step, value);
+            for (const auto& eight : value) {
+                for (float v : eight) own.value = max(own.value, magnitude(v));
+            }
         });
     }
     if (blockIdx.x == 0) {
@@ -70,34 +79,53 @@ extern "C" __global__ void __launch_bounds__(512)
     const u64 stride = (n + 15) / 16 * 16, codes = args.codes + (epoch & 1) * WORLD_SIZE * stride;
     for (int s = 0; s < slices; ++s) {
         const int q = rank_after<WORLD_SIZE>(arena.rank, s);
-        each_eight(n, [&](u64 i, u32 count) {
-            float value[row_lanes];
-            RowOf<ELEMENT>(args.flat + ((SCATTER ? q : 0) * n + i) * bytes, 0, count).load(0, value);
-            for (float& v : value) v /= scale;
-            for (int k = 0; k < WORLD_SIZE / slices; ++k) {
-                char* target = arena.peer(rank_after<WORLD_SIZE>(q, k), codes + arena.rank * stride + i);
-                RowOf<Float8E4M3>(target, 0, row_lanes).store(0, value);
+        each_eights(n, [&](u64 i, u64 step) {
+            float value[together][row_lanes];
+            load_eights(args.flat + (SCATTER ? q : 0) * n * bytes, n, i, step, value);
+#pragma unroll
+            for (int e = 0; e < together; ++e) {
+                if (i + e * step >= n) break;
+                for (float& v : value[e]) v /= scale;
+                for (int k = 0; k < WORLD_SIZE / slices; ++k) {
+                    char* target = arena.peer(rank_after<WORLD_SIZE>(q, k), codes + arena.rank * stride + i + e * step);
+                    RowOf<Float8E4M3>(target, 0, row_lanes).store(0, value[e]);
+                }
             }
         });
     }
     Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);
 
-    each_eight(n, [&](u64 i, u32 count) {
-        float sum[row_lanes] = {};
+    each_eights(n, [&](u64 i, u64 step) {
+        float sum[together][row_lanes] = {};
         for (int q = 0; q < WORLD_SIZE; ++q) {
             const float of_source = scale_of(q);
-            float value[row_lanes];
-            RowOf<Float8E4M3>(arena.local(codes + q * stride + i), 0, row_lanes).load(0, value);
-            for (float& v : value) v *= of_source;
-            if (SCATTER) {
-                round_as<ELEMENT>(value);
-                for (int e = 0; e < row_lanes; ++e) sum[e] += value[e];
-            } else {
-                RowOf<ELEMENT>(args.out + (q * n + i) * bytes, 0, count).store(0, value);
+            u64 code[together];
+#pragma unroll
+            for (int e = 0; e < together; ++e) {
+                if (i + e * step < n) code[e] = *reinterpret_cast<const u64*>(arena.local(codes + q * stride + i + e * step));
+            }
+#pragma unroll
+            for (int e = 0; e < together; ++e) {
+                const u64 at = i + e * step;
+                if (at >= n) break;
+                float value[row_lanes];
+                Float8E4M3::widen(static_cast<u32>(code[e]), value), Float8E4M3::widen(static_cast<u32>(code[e] >> 32), value + 4);
+                for (float& v : value) v *= of_source;
+                if (SCATTER) {
+                    round_as<ELEMENT>(value);
+                    for (int l = 0; l < row_lanes; ++l) sum[e][l] += value[l];
+                } else {
+                    RowOf<ELEMENT>(args.out + (q * n + at) * bytes, 0, u32(min(n - at, u64(row_lanes)))).store(0, value);
+                }
             }
         }
-        for (float& v : sum) v /= WORLD_SIZE;
-        if (SCATTER) RowOf<ELEMENT>(args.out + i * bytes, 0, count).store(0, sum);
+#pragma unroll
+        for (int e = 0; e < together; ++e) {
+            const u64 at = i + e * step;
+            if (at >= n || !SCATTER) break;
+            for (float& v : sum[e]) v /= WORLD_SIZE;
+            RowOf<ELEMENT>(args.out + at * bytes, 0, u32(min(n - at, u64(row_lanes)))).store(0, sum[e]);
+        }
     });
 }
 """

@@ -79,28 +79,48 @@ __device__ inline void each_row(u32 rows, const Use& use) {
     for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
 }
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By a block. `vectors`: all addresses and `bytes` are multiples of 16, so that
-// short rows are moved by single vectors, several of a thread at a time; others by warps.
-template <class From, class To>
-__device__ inline void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
-    if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
-        for (u32 i = threadIdx.x / warp_threads; i < count; i += blockDim.x / warp_threads) copy_bytes(Warp{}, to(i), from(i), bytes);
-        return;
-    }
+// The caller's number among the threads that share some work, of whole warps: those of all blocks, or of a team in each block.
+struct Share {
+    u32 thread, threads;
+};
+template <class Team = Block>
+__device__ inline Share share_of(const Team& team = {}) {
+    return {blockIdx.x * team.size() + team.thread(), gridDim.x * team.size()};
+}
+
+// use(row, vector, value) for every 16 bytes of `count` rows of `each` vectors that begin at from(row); eight of a thread are on their way at a time.
+// Rows are left out where that is null.
+template <class From, class Use>
+__device__ inline void each_vector(Share share, u32 count, u32 each, const From& from, const Use& use) {
     constexpr u32 at_once = 8;
-    const u32 each = bytes / sizeof(Vec16), vectors_in_all = count * each;
-    for (u32 first = threadIdx.x; first < vectors_in_all; first += at_once * blockDim.x) {
+    const u64 total = u64(count) * each;
+    for (u64 first = share.thread; first < total; first += u64(at_once) * share.threads) {
+        u32 row[at_once], vector[at_once];
         Vec16 value[at_once];
 #pragma unroll
         for (u32 k = 0; k < at_once; ++k) {
-            const u32 at = first + k * blockDim.x;
-            if (at < vectors_in_all) value[k] = reinterpret_cast<const Vec16*>(from(at / each))[at % each];
+            const u64 at = first + u64(k) * share.threads;
+            row[k] = at < total ? total >> 32 == 0 ? static_cast<u32>(at) / each : static_cast<u32>(at / each) : count;
+            vector[k] = static_cast<u32>(at - u64(row[k]) * each);
+            const char* begin = row[k] < count ? from(row[k]) : nullptr;
+            if (begin != nullptr) value[k] = reinterpret_cast<const Vec16*>(begin)[vector[k]];
+            else row[k] = count;
         }
 #pragma unroll
         for (u32 k = 0; k < at_once; ++k) {
-            const u32 at = first + k * blockDim.x;
-            if (at < vectors_in_all) reinterpret_cast<Vec16*>(to(at / each))[at % each] = value[k];
+            if (row[k] < count) use(row[k], vector[k], value[k]);
         }
+    }
+}
+
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. `vectors`: all addresses and `bytes` are multiples of 16; other rows are moved by warps. Rows
+// are left out where from(i) is null.
+template <class From, class To>
+__device__ inline void copy_rows(Share share, u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
+    const auto store = [&](u32 i, u32 v, const Vec16& value) { reinterpret_cast<Vec16*>(to(i))[v] = value; };
+    if (vectors) return each_vector(share, count, bytes / sizeof(Vec16), from, store);
+    for (u32 i = share.thread / warp_threads; i < count; i += share.threads / warp_threads) {
+        if (const char* begin = from(i); begin != nullptr) copy_bytes(Warp{}, to(i), begin, bytes);
     }
 }
 

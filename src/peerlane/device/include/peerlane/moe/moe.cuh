@@ -16,8 +16,8 @@ namespace peerlane {
 constexpr u32 max_own_experts = 1024;
 
 // All blocks of this rank have come here; what they did before is seen behind it. `slots`: one for each block.
-template <int W>
-__device__ inline void meet_blocks(const Peers<W>& peers, const Arena& arena, u32 slots, u32 epoch) {
+template <int W, class Team>
+__device__ inline void meet_blocks(const Peers<W, Team>& peers, const Arena& arena, u32 slots, u32 epoch) {
     peers.signal(arena.rank, slots + blockIdx.x, epoch);
     peers.wait_slots(arena.rank, slots, gridDim.x, epoch);
 }
@@ -48,28 +48,38 @@ struct RowNumbers {
         }
     }
 
-    // use(expert, token, number) for the rows of the block's experts. When all blocks have counted.
+    // use(expert, token, number) for the rows of the block's experts. When all blocks have counted. A warp finds the rows of a stretch of tokens; then
+    // every thread has a row of its own.
     template <class Use>
     __device__ void each(const Use& use) const {
+        constexpr u32 tokens_at_once = 4096;
         __shared__ u32 scratch[32];
-        const auto add = [](u32 a, u32 b) { return a + b; };
+        __shared__ u16 found[tokens_at_once];
+        const u32 lane = Warp{}.thread(), warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
         for (u32 expert = blockIdx.x; expert < experts; expert += gridDim.x) {
             u32 before = 0;
             for (u32 other = threadIdx.x; other < expert; other += blockDim.x) before += counts[other];
-            u32 first = block_reduce(before, add, scratch);
-            for (u32 begin = 0; begin < tokens; begin += blockDim.x) {
-                const u32 token = begin + threadIdx.x, warp = threadIdx.x / warp_threads;
-                const bool is_row = token < tokens && routed(expert, token);
-                const u32 rows = __ballot_sync(0xffffffffu, is_row);
+            u32 first = block_reduce(before, [](u32 a, u32 b) { return a + b; }, scratch);
+            for (u32 begin = 0; begin < tokens; begin += tokens_at_once) {
+                const u32 inside = min(tokens_at_once, tokens - begin), stretch = (inside + 32 * warps - 1) / (32 * warps) * 32;
+                const u32 end = min(inside, (warp + 1) * stretch);
+                const auto rows_at = [&](u32 i) { return __ballot_sync(full_warp, i + lane < end && routed(expert, begin + i + lane)); };
+                u32 own = 0, rows = 0;
+#pragma unroll 4
+                for (u32 i = warp * stretch; i < end; i += warp_threads) own += __popc(rows_at(i));
                 __syncthreads();
-                if (Warp{}.thread() == 0) scratch[warp] = __popc(rows);
+                if (lane == 0) scratch[warp] = own;
                 __syncthreads();
-                u32 number = first + __popc(rows & ((1u << Warp{}.thread()) - 1));
-                for (u32 w = 0; w < blockDim.x / warp_threads; ++w) {
-                    if (w < warp) number += scratch[w];
-                    first += scratch[w];
+                own = 0;
+                for (u32 w = 0; w < warps; ++w) own += w < warp ? scratch[w] : 0, rows += scratch[w];
+                for (u32 i = warp * stretch; i < end; i += warp_threads) {
+                    const u32 here = rows_at(i);
+                    if (here >> lane & 1) found[own + __popc(here & ((1u << lane) - 1))] = static_cast<u16>(i + lane);
+                    own += __popc(here);
                 }
-                if (is_row) use(expert, token, number);
+                __syncthreads();
+                for (u32 i = threadIdx.x; i < rows; i += blockDim.x) use(expert, begin + found[i], first + i);
+                first += rows;
             }
         }
     }
@@ -83,17 +93,7 @@ struct Moved {
     u32 end, shift;
 };
 
-// The first of `count` entries whose end is behind `row`; `count` if there is none. By a warp.
-__device__ inline u32 entry_of(const Moved* entries, u32 count, u32 row) {
-    for (u32 first = 0; first < count; first += warp_threads) {
-        const u32 i = first + Warp{}.thread();
-        const u32 found = __ballot_sync(0xffffffffu, i < count && row < entries[i].end);
-        if (found) return first + __ffs(found) - 1;
-    }
-    return count;
-}
-
-// The same by a thread.
+// The first of `count` entries whose end is behind `row`; `count` if there is none.
 __device__ inline u32 entry_with(const Moved* entries, u32 count, u32 row) {
     u32 first = 0, rest = count;
     while (rest > 0) {
@@ -140,21 +140,143 @@ __device__ inline int part_with(const u32 (&start)[max_ranks + 1], u32 row) {
     return q;
 }
 
-// use(i) for the rows of a token's list, whatever its order, in ascending order (32 at a time). By a warp.
-template <class Use>
-__device__ inline void each_of_list(const u32* next, u32 head, const Use& use) {
-    while (head != ~0u) {
-        u32 own = ~0u, count = 0;
-        for (; head != ~0u && count < warp_threads; ++count) {
-            if (count == Warp{}.thread()) own = head;
-            head = next[head];
-        }
-        for (; count > 0; --count) {
-            const u32 least = warp_reduce(own, [](u32 a, u32 b) { return a < b ? a : b; });
-            if (own == least) own = ~0u;
-            use(least);
+// ---- lists of rows by token, and what becomes of them ---------------------------------------------------------------------------------------
+
+// The rows of every token, in any order: the first 32 in its line of `lines`, further ones, of which there are seldom any, as a list.
+struct RowList {
+    u32 count, rest;
+};
+struct RowLists {
+    RowList* of;
+    u32 *lines, *next;
+
+    __device__ void clear(u32 token) const { of[token] = {0, ~0u}; }
+    __device__ void add(u32 token, u32 row) const {
+        const u32 place = atomicAdd(&of[token].count, 1u);
+        if (place < warp_threads) lines[token * warp_threads + place] = row;
+        else next[row] = atomicExch(&of[token].rest, row);
+    }
+};
+
+// A token's rows as a warp holds them: lane l has row number l, of `count`, in ascending order.
+struct ListedRows {
+    u32 row = ~0u, count, rest;
+
+    __device__ ListedRows(const RowLists& lists, u32 token) : rest(lists.of[token].rest) {
+        const u32 lane = Warp{}.thread(), all = lists.of[token].count;
+        count = min(all, warp_threads);
+        const u32 own = lane < count ? lists.lines[token * warp_threads + lane] : ~0u;
+        u32 place = 0;
+        for (u32 i = 0; i < count; ++i) place += __shfl_sync(full_warp, own, i) < own;
+        for (u32 i = 0; i < count; ++i) {
+            const u32 other = __shfl_sync(full_warp, own, i), its = __shfl_sync(full_warp, place, i);
+            if (its == lane) row = other;
         }
     }
+};
+
+// A row from `from` to each of a token's rows at `out`, by a warp. Every vector is loaded once, and several of a lane are on their way at a time.
+__device__ inline void copy_to_rows(const char* from, char* out, u32 bytes, const RowLists& lists, u32 token) {
+    constexpr u32 at_once = 4, step = warp_threads * sizeof(Vec16);
+    const ListedRows list(lists, token);
+    const bool vectors = aligned_for<Vec16>(from) && aligned_for<Vec16>(out) && bytes % sizeof(Vec16) == 0;
+    const auto target = [&](u32 i) { return out + u64(__shfl_sync(full_warp, list.row, i)) * bytes; };
+    for (u32 first = 0; first < bytes && vectors; first += at_once * step) {
+        const u32 own = first + Warp{}.thread() * sizeof(Vec16);
+        Vec16 vector[at_once];
+#pragma unroll
+        for (u32 v = 0; v < at_once; ++v) {
+            if (own + v * step < bytes) vector[v] = *reinterpret_cast<const Vec16*>(from + own + v * step);
+        }
+        for (u32 i = 0; i < list.count; ++i) {
+            char* to = target(i);
+#pragma unroll
+            for (u32 v = 0; v < at_once; ++v) {
+                if (own + v * step < bytes) *reinterpret_cast<Vec16*>(to + own + v * step) = vector[v];
+            }
+        }
+    }
+    for (u32 i = 0; i < list.count && !vectors; ++i) copy_bytes(Warp{}, target(i), from, bytes);
+    for (u32 more = list.rest; more != ~0u; more = lists.next[more]) copy_bytes(Warp{}, out + u64(more) * bytes, from, bytes);
 }
+
+// The sum of a token's rows, times weight(row), in fp32 and ascending order, by a warp: use(column, sum) in every lane, also of columns behind the
+// end. Several rows are on their way at a time.
+template <class E, class Weight, class Use>
+__device__ inline void sum_rows(const char* matrix, u32 columns, const RowLists& lists, u32 token, const Weight& weight, const Use& use) {
+    constexpr int at_once = 4, wide = 2;
+    const ListedRows list(lists, token);
+    const float own = Warp{}.thread() < list.count ? weight(list.row) : 0.0f;
+    for (u32 first = 0; first < columns; first += wide * warp_threads * row_lanes) {
+        const auto column_of = [&](int i) { return first + (i * warp_threads + Warp{}.thread()) * row_lanes; };
+        float sum[wide][row_lanes] = {};
+        const auto add_batch = [&](const u32 (&row)[at_once], const float (&factor)[at_once]) {
+            float term[at_once * wide][row_lanes];
+            const auto place = [&](int i, u32& its_row, u32& its_column) {
+                its_row = row[0];
+#pragma unroll
+                for (int r = 1; r < at_once; ++r) its_row = i / wide == r ? row[r] : its_row;
+                its_column = its_row == ~0u ? columns : column_of(i % wide);
+            };
+            load_together<E, at_once * wide>(matrix, columns, place, term);
+#pragma unroll
+            for (int i = 0; i < at_once * wide; ++i) {
+                if (row[i / wide] == ~0u) continue;
+#pragma unroll
+                for (int e = 0; e < row_lanes; ++e) sum[i % wide][e] += factor[i / wide] * term[i][e];
+            }
+        };
+        for (u32 begin = 0; begin < list.count; begin += at_once) {
+            u32 row[at_once];
+            float factor[at_once];
+#pragma unroll
+            for (u32 r = 0; r < at_once; ++r) {
+                const u32 its = __shfl_sync(full_warp, list.row, begin + r);
+                row[r] = begin + r < list.count ? its : ~0u, factor[r] = __shfl_sync(full_warp, own, begin + r);
+            }
+            add_batch(row, factor);
+        }
+        for (u32 more = list.rest; more != ~0u; more = lists.next[more]) add_batch({more, ~0u, ~0u, ~0u}, {weight(more)});
+#pragma unroll
+        for (int i = 0; i < wide; ++i) use(column_of(i), sum[i]);
+    }
+}
+
+// ---- two teams of a block: one sends tokens away, in rounds, the other sees to what is here ----------------------------------------------------
+
+// Warps of the block's first half, or of the rest. Block b of every rank has the same tokens in the same round, of `tokens` that all ranks count alike.
+// Slots of the flags: one for each round and block.
+constexpr u32 team_rounds = 4;
+template <int W>
+struct TokenTeam : Peers<W, Warps> {
+    u32 tokens, slots, epoch;
+    Warps warps;
+
+    __device__ TokenTeam(const Arena& arena, u64 flags, bool sends, u32 its_tokens, u32 its_slots, u32 its_epoch)
+        : TokenTeam(arena, flags, members(sends), its_tokens, its_slots, its_epoch) {}
+
+    __device__ static bool caller_sends() { return threadIdx.x / warp_threads < blockDim.x / warp_threads / 2; }
+
+    // use(token) for those of a round, by warps.
+    template <class Use>
+    __device__ void each(u32 round, const Use& use) const {
+        const u32 of_block = (tokens + gridDim.x - 1) / gridDim.x, of_round = (of_block + team_rounds - 1) / team_rounds;
+        for (u32 i = warps.thread() / warp_threads; i < of_round; i += warps.count) {
+            const u32 token = (round * of_round + i) * gridDim.x + blockIdx.x;
+            if (token < tokens) use(token);
+        }
+    }
+    // What the round has sent is there; what others have sent in it is here.
+    __device__ void tell(u32 round) const { this->signal_all(slots + round * gridDim.x + blockIdx.x, epoch); }
+    __device__ void hear(u32 round) const { this->wait_all_slots(slots + round * gridDim.x + blockIdx.x, 1, epoch); }
+
+  private:
+    __device__ static Warps members(bool sends) {
+        const u32 all = blockDim.x / warp_threads, half = all / 2;
+        return sends ? Warps{0, half, 1} : Warps{half, all - half, 2};
+    }
+    __device__ TokenTeam(const Arena& arena, u64 flags, Warps its_warps, u32 its_tokens, u32 its_slots, u32 its_epoch)
+        : Peers<W, Warps>(arena, flags, its_warps), tokens(its_tokens), slots(its_slots), epoch(its_epoch), warps(its_warps) {}
+};
 
 }  // namespace peerlane

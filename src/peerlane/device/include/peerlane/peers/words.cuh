@@ -56,6 +56,13 @@ __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32
         if constexpr (words % 4 == 0) {
             if (aligned_for<Vec16>(source)) return load_vectors(source, value);
         }
+        if constexpr (words == 2) {
+            if (aligned_for<u64>(source)) {
+                const u64 whole = *reinterpret_cast<const u64*>(source);
+                value[0] = static_cast<u32>(whole), value[1] = static_cast<u32>(whole >> 32);
+                return;
+            }
+        }
         if (aligned_for<u32>(source)) {
 #pragma unroll
             for (int w = 0; w < words; ++w) value[w] = *reinterpret_cast<const u32*>(source + 4 * w);
@@ -73,6 +80,12 @@ __device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u3
     if (offset + 4 * words <= bytes) {
         if constexpr (words % 4 == 0) {
             if (aligned_for<Vec16>(target)) return store_vectors(target, value);
+        }
+        if constexpr (words == 2) {
+            if (aligned_for<u64>(target)) {
+                *reinterpret_cast<u64*>(target) = value[0] | u64(value[1]) << 32;
+                return;
+            }
         }
         if (aligned_for<u32>(target)) {
 #pragma unroll

@@ -140,6 +140,13 @@ __device__ inline u32 add_relaxed_gpu(u32* address, u32 value) {
     return before;
 }
 
+// Four floats, each for itself, in no fixed order.
+__device__ inline void add_floats_relaxed_gpu(float* address, const Vec16& value) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(__uint_as_float(value.word[0])),
+                 "f"(__uint_as_float(value.word[1])), "f"(__uint_as_float(value.word[2])), "f"(__uint_as_float(value.word[3]))
+                 : "memory");
+}
+
 __device__ inline u32 add_relaxed_system(u32* address, u32 value) {
     u32 before;
     asm volatile("atom.relaxed.sys.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");

@@ -49,6 +49,12 @@ PEERLANE_INLINE void store_relaxed_gpu(u32* address, u32 value) { emulator::stor
 PEERLANE_INLINE u32 add_relaxed_gpu(u32* address, u32 value) {
     return emulator::update(address, emulator::gpu_scope, [value](u32 old) { return old + value; });
 }
+PEERLANE_INLINE void add_floats_relaxed_gpu(float* address, const Vec16& value) {
+    for (int i = 0; i < 4; ++i) {
+        const float term = __builtin_bit_cast(float, value.word[i]);
+        emulator::update(address + i, emulator::gpu_scope, [term](float old) { return old + term; });
+    }
+}
 PEERLANE_INLINE u32 add_relaxed_system(u32* address, u32 value) {
     return emulator::update(address, emulator::system_scope, [value](u32 old) { return old + value; });
 }
