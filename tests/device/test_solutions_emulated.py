@@ -70,7 +70,7 @@ TWINS = [
     (76, "plain_bf16", "communicator(group).all_reduce(result)", "pass"),
     (78, "two_tiles_bf16", "[arena.rank * total + i] = value", "[i] = value"),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
-    (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
+    (80, "ragged_fp32", "        kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
     (85, "uneven_fp32", "args.first + min((begin", "min((begin"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
