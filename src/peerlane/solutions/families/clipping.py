@@ -1,7 +1,8 @@
 """Lists of gradients scaled in place by their norm over ranks: one kernel, whatever the number of tensors and their dtypes.
 
-Every block sums the powers of its parts, one packet for each block and rank makes the norm, and blocks scale parts from the last one back,
-as those read last still lie in L2. A block has 64 KiB on their way at once, which memory's latency asks for. Nothing is asked of the host.
+Every block sums the powers of its parts, one packet for each block and rank makes the norm, and the same block scales its parts from the
+last one back, as those read last still lie in L2. A block has 64 KiB on their way at once, which memory's latency asks for. Nothing is
+asked of the host.
 """
 
 import ctypes
@@ -37,25 +38,29 @@ __device__ inline void each_vector(const char* part, u32 count, const Use& use) 
 }
 
 // use(values, store, whether an expert's) for vectors of the block's parts of the tensors from this one on; a part is a run of one tensor.
-// Backward begins with what a pass forward has read last.
+// Returns how many parts there are of all blocks. Backward, given those of all tensors, begins with what a pass forward has read last.
 template <bool backward, class Use>
-__device__ inline void each_part(const ClipGradients& args, u32 from, const Use& use) {
-    u32 part = blockIdx.x, begin = 0;
+__device__ inline int each_part(const ClipGradients& args, u32 from, int total, const Use& use) {
+    const int block = blockIdx.x, step = gridDim.x;
+    int part = backward ? block + (total - 1 - block) / step * step : block, begin = backward ? total : 0;
     for (u32 n = from; n < args.tensors; ++n) {
         const u32 t = backward ? args.tensors - 1 - (n - from) : n;
         const u64 elements = args.tagged_elements[t] / 4;
-        const u32 dtype = args.tagged_elements[t] % 4, parts = u32((elements + part_elements - 1) / part_elements);
+        const u32 dtype = args.tagged_elements[t] % 4;
+        const int parts = (elements + part_elements - 1) / part_elements;
         const auto with = [&](auto& values, const auto& store) { use(values, store, t >= args.experts_from); };
-        for (; part < begin + parts; part += gridDim.x) {
-            const u64 first = u64(backward ? begin + parts - 1 - part : part - begin) * part_elements, left = elements - first;
+        if (backward) begin -= parts;
+        for (; part >= begin && part < begin + parts; part += backward ? -step : step) {
+            const u64 first = u64(part - begin) * part_elements, left = elements - first;
             const u32 count = left < part_elements ? u32(left) : part_elements;
             const char* at = args.tensor[t] + first * (dtype == 0 ? 4 : 2);
             if (dtype == 0) each_vector<Float32>(at, count, with);
             else if (dtype == 1) each_vector<BFloat16>(at, count, with);
             else each_vector<Float16>(at, count, with);
         }
-        begin += parts;
+        if (!backward) begin += parts;
     }
+    return begin;
 }
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -66,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const float p = args.norm_type;
 
     Powers own{};
-    each_part<false>(args, 0, [&](const auto& values, const auto&, bool expert) {
+    const int parts = each_part<false>(args, 0, 0, [&](const auto& values, const auto&, bool expert) {
         const float factor = expert ? args.expert_factor : 1.0f;
         float sum = 0.0f;
         for (const auto& vector : values) {
@@ -91,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const bool clips = norm > args.max_norm;
     const u32 from = clips ? 0 : args.expert_factor != 1.0f ? args.experts_from : args.tensors;
     const float coefficient = clips ? args.max_norm / norm : 1.0f;
-    each_part<true>(args, from, [&](auto& values, const auto& store, bool expert) {
+    each_part<true>(args, from, parts, [&](auto& values, const auto& store, bool expert) {
         const float factor = expert ? args.expert_factor * coefficient : coefficient;
 #pragma unroll
         for (int i = 0; i < together; ++i) {
