@@ -76,7 +76,7 @@ TWINS = [
         "char* const to = arena.local(plane_of(arena.rank, plane));",
     ),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
-    (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
+    (80, "ragged_fp32", "        kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
     (85, "uneven_fp32", "args.first + min((begin", "min((begin"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),

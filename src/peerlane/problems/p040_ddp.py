@@ -129,6 +129,7 @@ PROBLEM = pc.Problem(
     oracle=MODEL.oracle,
     tolerance=MODEL.tolerance,
     cost=cost,
+    attainable=training_step.known_algorithm("Li et al., PyTorch Distributed, 2020", spread=3.0, sharded=False, gathers=False),
     presets=(
         pc.preset(
             "small",

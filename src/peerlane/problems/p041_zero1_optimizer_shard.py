@@ -53,6 +53,7 @@ PROBLEM = pc.Problem(
     oracle=zero.MODEL.oracle,
     tolerance=zero.MODEL.tolerance,
     cost=zero.cost,
+    attainable=zero.ALGORITHM,
     presets=zero.PRESETS,
     known_wrong_answers=zero.WRONG_ANSWERS,
     alternative_solutions=zero.MODEL.alternative_solutions,

@@ -145,6 +145,7 @@ PROBLEM = pc.Problem(
     oracle=MODEL.oracle,
     tolerance=MODEL.tolerance,
     cost=cost,
+    attainable=training_step.known_algorithm("Zhao et al., PyTorch FSDP, 2023", gathers=False),
     presets=(
         pc.preset(
             "small",

@@ -159,13 +159,14 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
     That is what must move if dk and dv are computed by their owners; sending their parts back, rounded, is as much. Under a causal mask
     every pair of ranks exchanges one of the two kinds in each direction. Or ranks share the heads: all but 1 / ring of q, k, v and dout
-    goes to other ranks, and as much of the three gradients comes back. The average over replicas is an all-reduce of 3 n elements.
+    goes to other ranks, and as much of the three gradients comes back; then all ranks have the same work, the least that the busiest one
+    can have. The average over replicas is an all-reduce of 3 n elements.
     """
     replicas, ring = (len(members) for members in _grid(case).lines(rank))
-    place, size = _grid(case).lines(rank)[1].index(rank), case.dtype.itemsize
+    size = case.dtype.itemsize
     tokens = case["batch"] * local_length(case, ring) * case["heads"]
     elements = tokens * case["depth"]
-    pairs = attention.visible_pairs(place, ring, local_length(case, ring), case["causal"])
+    pairs = attention.visible_pairs((ring - 1) / 2, ring, local_length(case, ring), case["causal"])
     shared = min((ring - 1) * (2 if case["causal"] else 4), 7 * (ring - 1) / ring)  # times n elements
     port = (shared + 2 * (replicas - 1) / replicas * 3) * elements * size
     return pc.Cost(
@@ -173,6 +174,18 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         egress_bytes=port,
         ingress_bytes=port,
         flops={"fp32" if case.dtype == FP32 else "bf16": 10 * case["batch"] * case["heads"] * case["depth"] * pairs},
+    )
+
+
+def _shared_heads(case: pc.Case, rank: int) -> pc.Steps:
+    least, (replicas, ring) = cost(case, rank), (len(members) for members in _grid(case).lines(rank))
+    shard = case["batch"] * local_length(case, ring) * case["heads"] * case["depth"] * case.dtype.itemsize
+    moved, averaged = shard * (ring - 1) / ring, (replicas > 1) * 3 * shard
+    return (
+        pc.step("q, k, v and dout, to the ranks of their heads", hbm=4 * shard + least.hbm_bytes / 2, link=4 * moved, barriers=1),
+        pc.step("gradients of a rank's heads", hbm=7 * shard, flops=least.flops),
+        pc.step("mean over replicas", hbm=averaged, link=pc.traffic.all_reduce(averaged, replicas), barriers=2 * (replicas > 1)),
+        pc.step("gradients, to the ranks of their tokens", hbm=6 * shard, link=3 * moved, barriers=1),
     )
 
 
@@ -297,6 +310,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    attainable=pc.Algorithm("ranks share the heads", "Jacobs et al., DeepSpeed Ulysses, 2023", _shared_heads),
     bandwidth="production_llama2_7b_4k",
     presets=PRESETS,
     known_wrong_answers=(

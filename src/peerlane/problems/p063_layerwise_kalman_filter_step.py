@@ -176,13 +176,14 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
-    """P is read once and written once, if it stays on chip between the gain and the update. The denominator is one number, reduced."""
+    """P is read for the gain, read again for the update as far as it did not stay on the chip, and written: the update needs the
+    denominator, one number that is reduced, of all gains."""
     sizes, ranks = block_sizes(case, rank), case.world_size
     entries, own = sum(n * n for n in sizes), sum(sizes)
     total = sum(sum(block_sizes(case, q)) for q in range(ranks))
     scalar = pc.traffic.all_reduce(8, ranks)
     return pc.Cost(
-        hbm_bytes=16 * entries + 8 * (3 * own + total),
+        hbm_bytes=16 * entries + pc.traffic.read_again(8 * entries) + 8 * (3 * own + total),
         egress_bytes=8 * own * (ranks - 1) + scalar,
         ingress_bytes=8 * (total - own) + scalar,
         flops={"fp64": 5 * entries},

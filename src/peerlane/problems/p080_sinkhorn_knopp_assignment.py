@@ -124,14 +124,14 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
-    """Logits are read once, if they or their exponentials stay on chip, and the assignment is written.
+    """Logits are read once, and again, as far as they did not stay on the chip, behind every sum over all ranks; the assignment is written.
 
-    Each iteration reduces and spreads one float32 per prototype; the mass and the number of samples cancel, unless there is no iteration.
+    Each iteration has such a sum, of one float32 per prototype; the mass and the number of samples cancel, unless there is no iteration.
     """
     ranks, iterations, entries = len(group_members(case, rank)), case["iterations"], _rows(case, rank) * case["prototypes"]
     port = pc.traffic.all_reduce(FP32.itemsize * (case["prototypes"] * iterations or 1), ranks)
     return pc.Cost(
-        hbm_bytes=entries * (case.dtype.itemsize + 4),
+        hbm_bytes=entries * (case.dtype.itemsize + 4) + max(iterations, 1) * pc.traffic.read_again(entries * case.dtype.itemsize),
         egress_bytes=port,
         ingress_bytes=port,
         flops={"fp32": entries * max(4 * iterations, 2)},

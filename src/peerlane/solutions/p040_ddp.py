@@ -40,7 +40,7 @@ def solution(
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
     kit.broadcast(flat, 0)
     parameters, first, second = flat.view(3, count).unbind()
-    gradient = mlp_gradient(X_local, y_local, parameters, shapes[:4])
+    gradient = mlp_gradient(group, X_local, y_local, parameters, shapes[:4])
     kit.all_reduce(gradient)
     new = adam_step(group, gradient, (parameters, first, second), Adam(lr, beta1, beta2, eps, step), sharded=False, gather=False)
     results = [part for flat in new for part in unflatten(flat, shapes[:4])]

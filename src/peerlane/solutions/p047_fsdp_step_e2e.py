@@ -26,6 +26,6 @@ def solution(
     step: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     group = group_of()
-    gradient = mlp_gradient(X_local, y_local, communicator(group).all_gather(flat_param_shard).flatten(), param_shapes)
+    gradient = mlp_gradient(group, X_local, y_local, communicator(group).all_gather(flat_param_shard).flatten(), param_shapes)
     state, adam = (flat_param_shard, exp_avg_shard, exp_avg_sq_shard), Adam(lr, beta1, beta2, eps, step, weight_decay)
     return adam_step(group, gradient, state, adam, sharded=True, gather=False)

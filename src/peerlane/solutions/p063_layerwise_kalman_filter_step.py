@@ -32,7 +32,17 @@ SOURCE = r"""
 #include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
-constexpr u32 at_once = 8;  // entries of a lane that are on their way together
+constexpr u32 at_once = 16;  // entries of a lane that are on their way together
+
+// The caller's lane's entries of a row and of a vector from `first` on; all loads stand before what uses them. Zero behind the end.
+using Entries = double[at_once];
+__device__ inline void load_both(const double* row, const double* vector, u32 first, u32 size, Entries& entry, Entries& other) {
+#pragma unroll
+    for (u32 k = 0; k < at_once; ++k) {
+        const u32 column = first + k * warp_threads;
+        entry[k] = column < size ? row[column] : 0.0, other[k] = column < size ? vector[column] : 0.0;
+    }
+}
 
 // use(block of the filter, row, row among all) for the rows of the caller's warp; backward begins with the last one.
 template <bool backward, class Use>
@@ -48,7 +58,7 @@ __device__ inline void each_filter_row(const KalmanStep& args, const Use& use) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(512)
     kalman_step(const __grid_constant__ Arena arena, const __grid_constant__ KalmanStep args) {
     __shared__ double scratch[32], everywhere;
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
@@ -59,9 +69,12 @@ extern "C" __global__ void __launch_bounds__(1024)
     each_filter_row<false>(args, [&](u32 filter, u32 row, u32 at) {
         const u32 size = args.size[filter];
         const double *p = args.covariance[filter] + u64(row) * size, *h = args.jacobian[filter];
-        double gain = 0.0;
-#pragma unroll 8
-        for (u32 column = Warp{}.thread(); column < size; column += warp_threads) gain += p[column] * h[column];
+        double gain = 0.0, entry[at_once], factor[at_once];
+        for (u32 first = Warp{}.thread(); first < size; first += at_once * warp_threads) {
+            load_both(p, h, first, size, entry, factor);
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) gain += entry[k] * factor[k];
+        }
         gain = warp_sum(gain);
         if (Warp{}.thread() == 0) args.gains[at] = gain, own += gain * h[row];
     });
@@ -85,12 +98,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         double* p = args.covariance[filter] + u64(row) * size;
         const double *gains = args.gains + (at - row), own_gain = gains[row], factor = own_gain / total;
         for (u32 first = Warp{}.thread(); first < size; first += at_once * warp_threads) {
-            double entry[at_once], gain[at_once];  // all loads stand before the first store, which may not pass them
-#pragma unroll
-            for (u32 k = 0; k < at_once; ++k) {
-                const u32 column = first + k * warp_threads;
-                if (column < size) entry[k] = p[column], gain[k] = gains[column];
-            }
+            double entry[at_once], gain[at_once];
+            load_both(p, gains, first, size, entry, gain);
 #pragma unroll
             for (u32 k = 0; k < at_once; ++k) {
                 const u32 column = first + k * warp_threads;
@@ -119,7 +128,7 @@ KALMAN_STEP = DeclaredKernel(
 def kalman_step(group: Group, capacity: int) -> BoundKernel:
     """Makes the launch of a group. ``capacity``: weights of all ranks."""
     sizes = {"flags": 2 * group.sm_count, "totals": 1, "of_blocks": 8 * group.sm_count, "out": 8 * capacity}
-    return KALMAN_STEP.bind(group, grid=group.sm_count, block=min(1024, group.max_threads), sizes=sizes, resident=True)
+    return KALMAN_STEP.bind(group, grid=group.sm_count, block=min(512, group.max_threads), sizes=sizes, resident=True)
 
 
 @per_group
@@ -162,10 +171,9 @@ def solution(
     lists = [[tensor.contiguous() for tensor in tensors] for tensors in (P, H, weights)]
     gains = torch.empty(sum(sizes), dtype=torch.float64, device=group.device)
     following = torch.empty((), dtype=torch.float64, device=group.device)
-    unused = [0] * (MOST_FILTERS - len(P))
-    covariances, jacobians, dense = ([*map(group.address, tensors), *unused] for tensors in lists)
+    covariances, jacobians, dense = ([*map(group.address, tensors)] for tensors in lists)
     launch(
-        covariance=covariances, jacobian=jacobians, weight=dense, size=[*sizes, *unused], filters=len(P), rows=sum(sizes),
+        covariance=covariances, jacobian=jacobians, weight=dense, size=sizes, filters=len(P), rows=sum(sizes),
         first=sum(totals[: group.rank]), gains=gains, error=error.to(torch.float64), next=following, forget=kalman_lambda, nue=kalman_nue,
     )  # fmt: skip
     for tensors, used in ((P, lists[0]), (weights, lists[2])):

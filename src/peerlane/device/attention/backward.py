@@ -185,13 +185,16 @@ def _bind_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithm
     )
 
 
-def query_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
-    """What the kernels know of queries: (2, B, h, padded S; float32), by one launch.
+def query_numbers(
+    group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor, numbers: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the kernels know of queries: (2, B, h, padded S; float32), by one launch; in ``numbers``, if that is given.
 
     dout and out (B, S, h, D); logarithms of sums of exponentials (B, h, S; float32)."""
     dout, out, logarithms = aligned(dout), aligned(out.to(dout.dtype)), logarithms.float().contiguous()
     batch, queries, heads, _ = dout.shape
-    numbers = logarithms.new_empty((2, batch, heads, -(-queries // PADDING) * PADDING))
+    if numbers is None:
+        numbers = logarithms.new_empty((2, batch, heads, -(-queries // PADDING) * PADDING))
     key = layouts(group, dout, out, logarithms, numbers)
     ATTENTION_NUMBERS.reserve(group).launches.get(key, lambda: _bind_numbers(group, dout, out, logarithms, numbers))()
     return numbers
@@ -208,10 +211,12 @@ def pad_numbers(numbers: torch.Tensor) -> torch.Tensor:
 def gradients(
     group: Group, known: Mapping[str, torch.Tensor], sizes: Sizes, scale: float | None, *, of_keys: bool
 ) -> tuple[torch.Tensor, ...]:
-    """dk and dv, or dq, by one launch. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them."""
+    """dk and dv, or dq, by one launch. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them; also claims (1; int32, zero),
+    dq, dk and dv if the caller keeps them from call to call, so that the launch need not be bound anew."""
     tensors = {name: aligned(known[name]) for name in ("q", "k", "v", "dout")}
-    results = {f"d{name}": tensors[name].new_empty(known[name].shape) for name in (("k", "v") if of_keys else ("q",))}
-    claims = torch.zeros(1, dtype=torch.int32, device=known["q"].device)
+    names = ("k", "v") if of_keys else ("q",)
+    results = {f"d{name}": known[f"d{name}"] if f"d{name}" in known else tensors[name].new_empty(known[name].shape) for name in names}
+    claims = known["claims"] if "claims" in known else torch.zeros(1, dtype=torch.int32, device=known["q"].device)
     tensors |= {**results, "numbers": known["numbers"], "claims": claims}
     key = of_keys, sizes, scale, layouts(group, *tensors.values())
     ATTENTION_BACKWARD.reserve(group).launches.get(key, lambda: bind(group, tensors, sizes, scale, of_keys))()

@@ -142,9 +142,11 @@ class HeadExchange:
         numbers = self._part("numbers", (shape.pieces, *shape.numbers(group.world_size)), torch.float32)
         tokens = group.world_size * shape.length
         numbers[:, 0, ..., tokens:], numbers[:, 1, ..., tokens:] = math.inf, 0  # nothing is sent to behind the last query
+        claims = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._pieces = [
             {name: self._part(name, (shape.pieces, *shape.piece(name, group.world_size)))[piece] for name in ("dout", "q", "k", "v")}
-            | {"numbers": numbers[piece]}
+            | {f"d{name}": claims.new_empty(shape.piece(name, group.world_size), dtype=shape.dtype) for name in ("q", "k", "v")}
+            | {"numbers": numbers[piece], "claims": claims}
             for piece in range(shape.pieces)
         ]
         dq, dk, dv = (self._part(f"d{name}", shape.shard(name)) for name in ("q", "k", "v"))
@@ -161,7 +163,8 @@ class HeadExchange:
         return self._kept[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def arrived(self, piece: int) -> Mapping[str, torch.Tensor]:
-        """dout, q, k and v of all tokens and their queries' numbers, of this rank's heads; valid until the next ``send`` of the piece."""
+        """dout, q, k and v of all tokens and their queries' numbers, of this rank's heads; valid until the next ``send`` of the piece. Also
+        what ``gradients`` may keep from call to call."""
         return self._pieces[piece]
 
     def send(self, piece: int, tensors: Mapping[str, torch.Tensor]) -> None:

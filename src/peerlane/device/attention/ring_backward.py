@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from peerlane.device.attention.backward import Gradients, attention_backward, gradients, pad_numbers, query_numbers
+from peerlane.device.attention.backward import PADDING, Gradients, attention_backward, gradients, pad_numbers, query_numbers
 from peerlane.device.attention.forward import Sizes, aligned, supports
 from peerlane.device.attention.head_exchange import HeadShape, head_exchange
 from peerlane.device.collectives.communicator import Communicator, communicator
 from peerlane.device.collectives.reductions import Reduction
-from peerlane.device.host.group import Group
+from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.side_stream import side_stream
 from peerlane.errors import UsageError
@@ -60,10 +60,17 @@ def attend_over_ranks_backward(
         )
     if ring.world_size == 1:
         return _average(several, attention_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=ring))
-    known = Known(dout, q, k, v, query_numbers(ring, dout, out, logarithms), scale, causal)
+    numbers = own_numbers(ring, q.shape[0], q.shape[2], -(-q.shape[1] // PADDING) * PADDING)
+    known = Known(dout, q, k, v, query_numbers(ring, dout, out, logarithms, numbers), scale, causal)
     if k.shape[2] % ring.world_size == 0:
         return _by_heads(ring, known, several)
     return _average(several, _gathered(ring, known))
+
+
+@per_group
+def own_numbers(ring: Group, batch: int, heads: int, padded: int) -> torch.Tensor:
+    """Memory for the numbers of a rank's queries, the same in every call."""
+    return torch.empty((2, batch, heads, padded), dtype=torch.float32, device=ring.device)
 
 
 @dataclass(frozen=True)

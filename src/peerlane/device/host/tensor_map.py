@@ -49,7 +49,7 @@ class TensorMapSpec:
                 f"a tensor map of shape {self.shape}, strides {self.strides} and box {self.box}: "
                 "expected three tuples of one length, 1 to 5; add or fold dimensions"
             )
-        if any(not 1 <= extent <= 1 << 32 for extent in self.shape):
+        if not 1 <= min(self.shape) <= max(self.shape) <= 1 << 32:
             raise UsageError(
                 f"a tensor map of shape {self.shape}: expected 1 to 2^32 elements along each dimension; treat empty tensors apart"
             )
@@ -64,7 +64,7 @@ class TensorMapSpec:
                 f"a tensor map of strides {self.strides} ({size} bytes an element): expected multiples of 16 bytes; "
                 f"pad the rows to a multiple of {16 // size} elements"
             )
-        if any(not 1 <= extent <= MAX_BOX for extent in self.box):
+        if not 1 <= min(self.box) <= max(self.box) <= MAX_BOX:
             raise UsageError(
                 f"a tensor map with the box {self.box}: expected 1 to {MAX_BOX} elements along each dimension; copy in several boxes"
             )

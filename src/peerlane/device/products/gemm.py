@@ -71,9 +71,9 @@ class Terms(TypedDict, total=False):
 @dataclass(frozen=True)
 class Epilogue:
     """What a sum becomes before it is rounded: ``activation(scale * sum + bias) + residual``. It is part of a kernel; which bias, residual
-    and scale, each call says."""
+    and scale, each call says. ``relu_gradient`` adds no residual: where that, a relu's result, is not positive, the sum becomes zero."""
 
-    activation: Activation = "none"
+    activation: Activation | Literal["relu_gradient"] = "none"
     bias: bool = False
     """for each column, in the operands' dtype"""
     residual: bool = False

@@ -1,4 +1,12 @@
-"""Bytes that leave and enter each member of a group in a collective, at least: for cost models."""
+"""Bytes that leave and enter each member of a group in a collective, at least, and those that are read again: for cost models."""
+
+ON_CHIP_BYTES = 128 * 2**20
+"""What a GPU can hold from one pass to the next: L2, shared memory and registers of an H200, rounded up."""
+
+
+def read_again(payload: float) -> float:
+    """Returns the bytes of a second pass over ``payload`` bytes that needs a number made by the whole first one."""
+    return max(0, payload - ON_CHIP_BYTES)
 
 
 def all_reduce(payload: float, members: int) -> float:

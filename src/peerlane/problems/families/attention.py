@@ -135,8 +135,8 @@ def visible(place: int, ring: int, causal: bool) -> list[int]:
     return list(range(place + 1 if causal else ring))
 
 
-def visible_pairs(place: int, ring: int, local: int, causal: bool) -> float:
-    """Pairs of a query at ``place`` and a key that it sees, with ``local`` tokens per rank."""
+def visible_pairs(place: float, ring: int, local: int, causal: bool) -> float:
+    """Pairs of a query at ``place`` and a key that it sees, with ``local`` tokens per rank; at the middle place, a rank's mean."""
     return place * local**2 + local * (local + 1) / 2 if causal else ring * local**2
 
 

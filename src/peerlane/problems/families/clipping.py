@@ -22,9 +22,6 @@ Gradients = list[torch.Tensor | None]
 # Relative error of a norm accumulated in float32, at least: 168 of its unit roundoffs.
 NORM_ERROR = 1e-5
 
-# What a GPU can hold between reading gradients for their norm and scaling them: L2, shared memory and registers of an H200, rounded up.
-_ON_CHIP_BYTES = 128 * 2**20
-
 # Elements that the oracle holds in float64 at a time.
 _CHUNK = 2**26
 
@@ -274,7 +271,7 @@ def traffic(entries: Sequence[Entry], *, clips: bool, always_written: Sequence[E
     everything = [*entries, *always_written]
     elements, size = (sum(math.prod(entry[0]) * factor(entry) for entry in everything if entry) for factor in (lambda _: 1, _itemsize))
     written = sum(math.prod(entry[0]) * _itemsize(entry) for entry in (everything if clips else always_written) if entry)
-    return size + written + (max(0, size - _ON_CHIP_BYTES) if clips else 0), (3 if clips else 2) * elements
+    return size + written + (pc.traffic.read_again(size) if clips else 0), (3 if clips else 2) * elements
 
 
 def _itemsize(entry: tuple[Shape, torch.dtype]) -> int:

@@ -311,3 +311,22 @@ def mlp_flops(case: pc.Case, rank: int) -> Mapping[str, float]:
     """Two products forward, and three backward: no gradient of X."""
     d_in, h, d_out = case["d_in"], case["h"], case["d_out"]
     return {FLOP_UNIT[case.dtype]: tokens(case, rank) * (4 * d_in * h + 6 * d_out * h)}
+
+
+def known_algorithm(source: str, *, spread: float = 0.0, sharded: bool = True, gathers: bool = True) -> pc.Algorithm:
+    """The step as it is usually taken. ``spread``: how many times the parameters' bytes rank 0 sends first; 0: they are gathered.
+    ``sharded``: each rank updates its part, and the new parameters are sent to all if it ``gathers``; else all ranks update everything."""
+
+    def steps(case: pc.Case, rank: int) -> pc.Steps:
+        size = parameter_count(case) * case.dtype.itemsize
+        part, shot = size / case.world_size if sharded else size, pc.traffic.reduce_scatter(size, case.world_size)
+        over_tokens = tokens(case, rank) * (case["h"] + case["d_out"]) * case.dtype.itemsize
+        return (
+            pc.step("state to all ranks", hbm=max(spread, 1.0) * size, link=spread * size or shot, barriers=1),
+            pc.step("products", hbm=batch_bytes(case, rank), flops=mlp_flops(case, rank)),
+            pc.step("gradients of biases", hbm=over_tokens),
+            pc.step("sum over ranks", hbm=size, link=shot if sharded else 2 * shot, barriers=1 if sharded else 2),
+            pc.step("Adam", hbm=7 * part + gathers * size, link=gathers * shot, barriers=int(gathers)),
+        )
+
+    return pc.Algorithm("products without passes between them, then Adam", source, steps)

@@ -60,6 +60,7 @@ def outputs(case: pc.Case, rank: int) -> list[Output]:
 
 
 MODEL = StepModel(training, outputs)
+ALGORITHM = training_step.known_algorithm("Rajbhandari et al., ZeRO, 2020", spread=1.0)
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

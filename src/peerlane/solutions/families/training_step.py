@@ -8,6 +8,7 @@ Gradients' parts go to their owners, which sum them in rank order, update their 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from peerlane.device import (
     element_type,
     per_group,
 )
+from peerlane.device.products import gemm
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
@@ -87,6 +89,8 @@ ADAM_STEP = DeclaredKernel(
     correction2=F32, eps=F32, kept=F32,
 )  # fmt: skip
 
+RELU, RELU_GRADIENT = gemm.Epilogue("relu", bias=True), gemm.Epilogue("relu_gradient", residual=True, scale=True)
+
 
 @dataclass(frozen=True)
 class Adam:
@@ -142,16 +146,26 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def mlp_gradient(x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Returns the flat gradient of the mean of (relu(x W1^T + b1) W2^T + b2 - y)^2 with respect to W1, b1, W2, b2, flat in ``flat``."""
+def mlp_gradient(group: Group, x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Returns the flat gradient of the mean of (relu(x W1^T + b1) W2^T + b2 - y)^2 with respect to W1, b1, W2, b2, flat in ``flat``.
+
+    The kit's products pass over the hidden units on the way: torch's own passes would take a fifth of the time."""
     w1, b1, w2, b2 = unflatten(flat, shapes)
     gradient = torch.empty_like(flat)
     to_w1, to_b1, to_w2, to_b2 = unflatten(gradient, shapes)
-    hidden = torch.addmm(b1, x, w1.t()).relu_()
-    d_output = torch.addmm(b2, hidden, w2.t()).sub_(y).mul_(2.0 / y.numel())
-    torch.mm(d_output.t(), hidden, out=to_w2)
-    torch.sum(d_output, 0, out=to_b2)
-    d_hidden = (d_output @ w2).masked_fill_(hidden <= 0, 0.0)
+    scale, has_kernel = 2.0 / y.numel(), flat.dtype in gemm.ELEMENT_TYPES
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, epilogue: gemm.Epilogue, **terms: Any) -> torch.Tensor:
+        return gemm.product(group, a.shape[0], *reversed(b.shape), a.dtype, epilogue)(gemm.aligned(a), b, **terms)
+
+    hidden = multiply(x, w1.t(), RELU, bias=b1) if has_kernel else torch.addmm(b1, x, w1.t()).relu_()
+    d_output = torch.addmm(b2, hidden, w2.t()).sub_(y)
+    torch.addmm(to_w2, d_output.t(), hidden, beta=0, alpha=scale, out=to_w2)
+    torch.sum(d_output, 0, out=to_b2).mul_(scale)
+    if has_kernel:
+        d_hidden = multiply(d_output, w2, RELU_GRADIENT, residual=hidden, scale=scale)
+    else:
+        d_hidden = torch.ops.aten.threshold_backward(d_output @ w2, hidden, 0).mul_(scale)
     torch.mm(d_hidden.t(), x, out=to_w1)
     torch.sum(d_hidden, 0, out=to_b1)
     return gradient
@@ -164,7 +178,7 @@ def partitioned_mlp_step(group: Group, data: Pair, tensors: Sequence[torch.Tenso
     if group.rank == 0:
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
     communicator(group).broadcast(flat, 0)
-    gradient = mlp_gradient(*data, flat, shapes)
+    gradient = mlp_gradient(group, *data, flat, shapes)
     state = flat[group.rank * size : (group.rank + 1) * size], *moments
     parameters, *new_moments = adam_step(group, gradient, state, adam, sharded=True, gather=True)
     return (*unflatten(parameters, shapes), *new_moments)

@@ -16,12 +16,12 @@
 
 namespace peerlane {
 
-// What a sum becomes before it is rounded: activation(scale sum + bias) + residual. Each part is there if the type says so; the kernel's parameters
-// then have a member for it:
+// What a sum becomes before it is rounded: activation(scale sum + bias) + residual; with relu_gradient, whose residual is what relu gave, zero where
+// that is not positive, and nothing added. Each part is there if the type says so; the kernel's parameters then have a member for it:
 //   float scale
 //   const char* bias      `n` elements, one for each column of the result
 //   TensorMap residual    as large as the result, boxes of a block's rows of a tile
-enum class Activation { none, relu, silu, gelu, gelu_tanh };
+enum class Activation { none, relu, silu, gelu, gelu_tanh, relu_gradient };
 
 // `BatchInvariant`: sums over ranks do not depend on who owns a tile (owner_sum.cuh).
 template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false, Scaling Scales = Scaling::none,
@@ -155,7 +155,7 @@ __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 s
     if constexpr (Shape::scaling == Scaling::fp8 || Shape::scaling == Scaling::fp8_promoted) apply_scales<Shape::columns>(sum.value, scales);
 }
 
-// A tile of another sum that is to be added, from `at` in the map on, in place of operands; `add_partial` is the consumers' side.
+// A tile of another sum that is to be added, from `at` in the map on, in place of operands; `join_partial` is the consumers' side.
 template <class Shape, class Producer>
 __device__ inline void load_partial(Producer& in, const TensorMap* map, Place3 at) {
     for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
@@ -163,13 +163,17 @@ __device__ inline void load_partial(Producer& in, const TensorMap* map, Place3 a
     }
 }
 
-template <class Shape, class Consumer>
-__device__ inline void add_partial(typename Shape::Sum& sum, u32 group, Consumer& in, float factor = 1) {
+template <class Shape, class Consumer, class Join>
+__device__ inline void join_partial(typename Shape::Sum& sum, u32 group, Consumer& in, const Join& join) {
 #pragma unroll
     for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
-        sum.add(in.wait().partial, 64 * group, column, factor);
+        sum.join(in.wait().partial, 64 * group, column, join);
         in.release();
     }
+}
+template <class Shape, class Consumer>
+__device__ inline void add_partial(typename Shape::Sum& sum, u32 group, Consumer& in, float factor = 1) {
+    join_partial<Shape>(sum, group, in, [factor](float value, float term) { return value + factor * term; });
 }
 
 // The epilogue: the loader's part, behind all else of a tile whose first row and column of the result these are, and the consumers'.
@@ -198,7 +202,11 @@ __device__ inline void apply_epilogue(typename Shape::Sum& sum, const Parameters
                 value = activate<Last::activation>(value);
             }
         }
-        if constexpr (Last::residual) add_partial<Shape>(sum, group, in);
+        if constexpr (Last::activation == Activation::relu_gradient) {
+            join_partial<Shape>(sum, group, in, [](float value, float of_relu) { return of_relu <= 0 ? 0 : value; });
+        } else if constexpr (Last::residual) {
+            add_partial<Shape>(sum, group, in);
+        }
     }
 }
 

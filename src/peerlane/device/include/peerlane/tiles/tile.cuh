@@ -204,9 +204,9 @@ struct SumTile {
         }
     }
 
-    // Adds rows [row, row + 64) and all rows' columns of the tile, times `factor`, to columns [first, first + tile's columns).
-    template <class E, int Rows, int Columns>
-    __device__ void add(const SharedTile<E, Rows, Columns>& tile, int row, int first, float factor = 1) {
+    // Columns [first, first + tile's columns) become join(value, term), with rows [row, row + 64) and all rows' columns of the tile.
+    template <class E, int Rows, int Columns, class Join>
+    __device__ void join(const SharedTile<E, Rows, Columns>& tile, int row, int first, const Join& join) {
         const int lane = threadIdx.x % 32;
         const int own_row = row + threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
@@ -217,8 +217,11 @@ struct SumTile {
             for (int w = 0; w < 4; ++w) {
                 float term[2];
                 E::widen(word[w], term);
-                value[(first + j) / 2 + 2 * w] += factor * term[0];
-                value[(first + j) / 2 + 2 * w + 1] += factor * term[1];
+#pragma unroll
+                for (int t = 0; t < 2; ++t) {
+                    float& own = value[(first + j) / 2 + 2 * w + t];
+                    own = join(own, term[t]);
+                }
             }
         }
     }
