@@ -55,7 +55,7 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
         if constexpr (moves_registers) ptx::registers_decrease<40>();
         return;
     }
-    if constexpr (moves_registers) ptx::registers_increase<216>();
+    if constexpr (moves_registers) ptx::registers_increase<GROUPS == 1 ? 240 : 216>();
     const u32 group = warp / 4 - 1, items = lines * args.slices * GROUPS;
     const Warps team{4 + 4 * group, 4, first_free_barrier + group};
     const Peers<WORLD_SIZE, Warps> peers(arena, args.flags, team);
@@ -129,7 +129,7 @@ RING, RING_BYTES = 16, 512 << 20
 """Chunks of a line that are prepared ahead: as many as stay in L2; where a scan waits for another rank's, what this memory holds."""
 MANY_SCANS = 72
 """Up to so many blocks scan 64 values each. Where that is too few, a block has 128."""
-PREPARATION = {True: 4.0, False: 1.5}
+PREPARATION = {True: 6.0, False: 2.0}
 """How much longer a block prepares a chunk than another one scans it, if channels have decays of their own and if not."""
 
 

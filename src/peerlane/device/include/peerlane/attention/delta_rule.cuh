@@ -141,14 +141,14 @@ __device__ inline u32 wait_local(const Arena& arena, u32 slot, u32 least, const 
     }
 }
 
-// Counts one more. All that the team has written and read comes before what follows a wait for that count. Who counts may change, so it adds.
+// Counts `count` more. All that the team has written and read comes before what follows a wait for that count. Who counts may change, so it adds.
 template <class Team>
-__device__ inline void count_local(const Team& team, u32* counter) {
+__device__ inline void count_local(const Team& team, u32* counter, u32 count = 1) {
     team.sync();
     if (team.thread() != 0) return;
     ptx::fence_proxy_async();
     ptx::fence_gpu();
-    ptx::add_relaxed_gpu(counter, 1);
+    ptx::add_relaxed_gpu(counter, count);
 }
 
 // How often the chunk's slot in a ring has been filled when it holds this chunk of launch `launch`; at most `chunks` slots.
@@ -157,6 +157,12 @@ __device__ inline u32 filled(u32 launch, u32 chunks, u32 ring, u32 chunk) {
 }
 
 __device__ inline float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-log2_of_e * x)); }
+
+// What a key, or a query, is multiplied by that has this sum of squares.
+template <class Args>
+__device__ inline float token_scale(const Args& args, float square, bool query) {
+    return fminf(rsqrtf(square), ptx::reciprocal(args.floor)) * (query ? rsqrtf(float(args.depth)) : 1.0f);
+}
 
 // A pair of numbers as two bfloat16 each, which add up to them but for 2^-17.
 __device__ inline void split(float x, float y, u32& high, u32& low) {
@@ -334,8 +340,7 @@ struct OwnPreparing {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const float square = lane / 4 % 2 ? sum[half][2 * half + 1] : sum[half][2 * half];
-                    memory.scale[which][first + 8 * half + lane / 4] =
-                        (which ? rsqrtf(float(args.depth)) : 1.0f) / fmaxf(sqrtf(square), args.floor);
+                    memory.scale[which][first + 8 * half + lane / 4] = token_scale(args, square, which);
                 }
             }
         }
@@ -518,12 +523,15 @@ struct SharedPreparing {
     __device__ void scale(const SumTile<64>& squares, int which) {
         const int warp = team.thread() / 32, lane = threadIdx.x % 32;
         if (lane % 4 != lane / 8) return;
+        float square[2] = {};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const float* square = squares.value + 4 * j + j % 2 * 2;
-            if (j / 2 != warp) continue;
-            const float norm = sqrtf(lane / 4 % 2 ? square[1] : square[0]);
-            memory.scale[which][8 * j + lane / 4] = (which ? rsqrtf(float(args.depth)) : 1.0f) / fmaxf(norm, args.floor);
+            const float* pair = squares.value + 4 * j + j % 2 * 2;
+            if (j / 2 == warp) square[j % 2] = lane / 4 % 2 ? pair[1] : pair[0];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            memory.scale[which][block_tokens * warp + 8 * half + lane / 4] = token_scale(args, square[half], which);
         }
     }
 
@@ -613,19 +621,22 @@ __device__ inline void prepare_chunks(const Arena& arena, const Args& args, cons
     Consumer<typename Memory::Tiles, 1> consumer(&memory.tiles, memory.ring);
     ChosenType<Shape::by_channel, OwnPreparing<Shape, Args>, SharedPreparing<Shape, Args>> work{args, team, memory};
     const auto start = [&](u32 index) {
-        if (index >= units * chunks) return;
+        if (index >= units * chunks) return DeltaChunk{};
         const DeltaChunk at = chunk_of(index);
         work.fetch(params, at);
-        if (team.thread() / 32 != team.count - 1) return;  // the warp that has nothing to solve
-        producer.fill(sizeof(typename Memory::Tiles), [&](auto& tiles, u64* full) { work.load(at, tiles, full); });
+        if (team.thread() / 32 == team.count - 1) {
+            producer.fill(sizeof(typename Memory::Tiles), [&](auto& tiles, u64* full) { work.load(at, tiles, full); });
+        }
+        return at;
     };
     u32 index = (blockIdx.x - args.scan_blocks) * teams + number;
-    for (start(index); index < units * chunks; index += stride) {
-        const DeltaChunk at = chunk_of(index);
+    DeltaChunk at, next = start(index);
+    for (; index < units * chunks; index += stride) {
+        at = next;
         const u32 before = (epoch - first_epoch) * chunks + at.chunk;  // of the line, all parts that come earlier
         const auto part_of = [&](u32 line) { return arena.local(args.parts + u64(line * args.ring + at.chunk % args.ring) * Shape::part_bytes); };
         const auto wait_taken = [&](u32 line) {
-            if (team.thread() >= 32) return;
+            if (team.thread() / 32 != team.count - 1) return;  // the warp that has nothing to solve
             wait_local(arena, line * args.ring + at.chunk % args.ring, args.slices, [&](u32 lane) {
                 return lane >= args.slices || reached(ptx::load_relaxed_gpu(taken + line * args.slices + lane), before + 1 - args.ring);
             });
@@ -647,19 +658,19 @@ __device__ inline void prepare_chunks(const Arena& arena, const Args& args, cons
             work.multiply();
         }
         consumer.release();
-        start(index + stride);
+        next = start(index + stride);
         for (u32 line = 0; line < sharing; ++line) {
             char* const part = part_of(at.line + line);
             if constexpr (!Shape::by_channel) {
-                team.sync();  // also: everything of the line before has been copied
+                if (line == 0) team.sync();
                 work.weigh(line);
-                wait_taken(at.line + line);
             }
             const float* beta = memory.beta[line];
             team.sync();
             solving.invert_blocks(beta);
             team.sync();
             solving.solve(beta);
+            if constexpr (!Shape::by_channel) wait_taken(at.line + line);
             team.sync();
             solving.copy_squares(part);
             if constexpr (!Shape::by_channel) work.put_factors(line, reinterpret_cast<float*>(part + Shape::factors_at));
@@ -729,12 +740,13 @@ __device__ inline void load_line(const Arena& arena, const Args& args, const Del
 template <class Shape, class Args>
 __device__ inline void free_line(const Arena& arena, const Args& args, const DeltaLine& at, FrontConsumer<Shape>& front, BackConsumer<Shape>& back) {
     u32* const taken = reinterpret_cast<u32*>(arena.local(args.taken)) + at.line * args.slices + at.slice;
+    const u32 step = args.ring < 16 ? 1 : 4;  // a count takes about as long as a chunk
     for (u32 chunk = 0; chunk < at.chunks; ++chunk) {
         front.wait();
         front.release();
         back.wait();
         back.release();
-        count_local(Warp{}, taken);
+        if (chunk % step == step - 1 || chunk + 1 == at.chunks) count_local(Warp{}, taken, chunk % step + 1);
     }
 }
 
@@ -760,7 +772,7 @@ __device__ inline void store_line(const Args& args, const DeltaLine& at, u32 gro
 // A warpgroup's 64 values of the state, transposed, and what it does with a chunk.
 template <class Shape>
 struct Scanning {
-    static constexpr int depth = Shape::depth, steps = depth / mma_depth, width = depth < 128 ? depth : 128, at_once = width / mma_depth;
+    static constexpr int depth = Shape::depth, steps = depth / mma_depth, width = depth < 128 ? depth : 128;
     using E = typename Shape::E;
     using Tokens = typename Shape::Tokens;
     using Square = typename Shape::Square;
@@ -795,12 +807,12 @@ struct Scanning {
     // sum = the state times a tile's tokens, some channels at a time.
     __device__ void read(SumTile<64>& sum, const Tokens& tile) const {
 #pragma unroll
-        for (int first = 0; first < steps; first += at_once) {
-            u32 left[at_once][4];
-            round(left, state[first / at_once]);
+        for (int first = 0; first < steps; first += 4) {
+            u32 left[4][4];
+            round(left, state[16 * first / width] + 8 * first % (width / 2));
             ptx::wgmma_hold(sum.value);
             ptx::wgmma_fence();
-            start<at_once, 64>(sum.value, left, tile.along_columns(0), first, first > 0);
+            start<4, 64>(sum.value, left, tile.along_columns(0), first, first > 0);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(sum.value);
         }
@@ -821,12 +833,17 @@ struct Scanning {
         }
     }
 
-    // Every token's values times a factor.
-    __device__ static void scale(float (&to)[32], const float (&from)[32], const float* factors) {
+    // Factors of the tokens that a thread has values of.
+    __device__ static void load(FloatPair (&to)[8], const float* factors) {
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            const FloatPair factor = pair_at(factors + 2 * i + 2 * (threadIdx.x % 4));
-            to[i] = from[i] * factor.x, to[i + 1] = from[i + 1] * factor.y, to[i + 2] = from[i + 2] * factor.x, to[i + 3] = from[i + 3] * factor.y;
+        for (int i = 0; i < 8; ++i) to[i] = pair_at(factors + 8 * i + 2 * (threadIdx.x % 4));
+    }
+
+    // Every token's values times its factor.
+    __device__ static void scale(float (&x)[32], const FloatPair (&factors)[8]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            x[4 * i] *= factors[i].x, x[4 * i + 1] *= factors[i].y, x[4 * i + 2] *= factors[i].x, x[4 * i + 3] *= factors[i].y;
         }
     }
 
@@ -850,55 +867,64 @@ struct Scanning {
     __device__ void step(u32 group, FrontConsumer<Shape>& fronts, BackConsumer<Shape>& backs, const Emit& emit) {
         SumTile<64> sums[Shape::rounds_once ? 3 : 1];  // of what lives at a time
         SumTile<64>&rest = sums[0], &written = sums[Shape::rounds_once ? 1 : 0], &out = sums[Shape::rounds_once ? 2 : 0];
-        u32 values[4][4], operand[4][4], writes[4][4], carried[Shape::by_channel ? 1 : 4][4];
+        u32 values[4][4], operand[4][4], writes[4][4], carried[4][4];
+        FloatPair factors[8];  // of tokens, if channels decay alike
         const auto& front = fronts.wait();
         const auto& back = backs.wait();  // nothing diverges while products have operands in registers: the compiler would wait for them
+        const auto load_factors = [&](int which) {
+            if constexpr (!Shape::by_channel) load(factors, back.factors + which);
+        };
+        const auto scale_by_factors = [&](SumTile<64>& sum) {
+            if constexpr (!Shape::by_channel) scale(sum.value, factors);
+        };
         const Tokens* keys;
         if constexpr (Shape::by_channel) {
             keys = &front.keys;
         } else {
             keys = &back.carriers;
         }
-        const auto finish_rest = [&] {
-            if constexpr (!Shape::by_channel) scale(rest.value, rest.value, back.factors + TokenFactors::held);
-            load(values, front.values[group]);
-            add(rest, values);
-            round(operand, rest.value);
-        };
+        // What is loaded and multiplied beside products is not on the way from state to state.
         if constexpr (Shape::rounds_once) {
             u32 left[steps][4];
             round(left, state[0]);
-            decay(back.factors);
+            if constexpr (Shape::by_channel) decay(back.factors);  // later, the compiler would wait for the products
             ptx::wgmma_hold(rest.value);
             ptx::wgmma_hold(out.value);
             ptx::wgmma_fence();
             start<steps, 64>(rest.value, left, keys->along_columns(0), 0, false);
             start<steps, 64>(out.value, left, front.queries.along_columns(0), 0, false);
+            if constexpr (!Shape::by_channel) decay(back.factors);
+            load(values, front.values[group]);
+            load_factors(TokenFactors::held);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(rest.value);
         } else {
             read(rest, *keys);
+            load(values, front.values[group]);
+            load_factors(TokenFactors::held);
         }
-        finish_rest();
+        scale_by_factors(rest);
+        add(rest, values);
+        round(operand, rest.value);
         ptx::wgmma_hold(written.value);
         ptx::wgmma_fence();
         start<4, 64>(written.value, operand, front.solution.along_columns(0), 0, false);
-        if constexpr (Shape::rounds_once && !Shape::by_channel) {  // beside the product
+        if constexpr (Shape::rounds_once) {
+            load_factors(TokenFactors::read);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(out.value);
-            scale(out.value, out.value, back.factors + TokenFactors::read);
+            scale_by_factors(out);
         }
+        load_factors(TokenFactors::carried);
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(written.value);
-        if constexpr (Shape::rounds_once) ptx::wgmma_hold(out.value);
         round(writes, written.value);
-        if constexpr (!Shape::by_channel) {
-            scale(written.value, written.value, back.factors + TokenFactors::carried);
-            round(carried, written.value);
-        }
+        scale_by_factors(written);
+        if constexpr (!Shape::by_channel) round(carried, written.value);
         if constexpr (!Shape::rounds_once) {
             read(out, front.queries);
-            if constexpr (!Shape::by_channel) scale(out.value, out.value, back.factors + TokenFactors::read);
+            load_factors(TokenFactors::read);
+            scale_by_factors(out);
             decay(back.factors);
         }
         fronts.release();
