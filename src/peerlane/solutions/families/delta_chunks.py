@@ -1,8 +1,8 @@
 """The gated delta rule of bfloat16 tokens in chunks on tensor cores, over a sharded sequence: one kernel with two roles.
 
 Some blocks prepare chunks, which needs no state, and run ahead. The others run heads' states through the chunks and hand them on to
-the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: four products a chunk, one after the other.
-Preparing is limited by exponentials and barriers, and by spills: a thread of 512 has 128 registers for both channels of 16 tokens."""
+the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: three products a chunk, one after the other.
+Preparing is limited by instructions: two thousand of each warp where channels have decays of their own, with four exponentials for a number."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
     const auto each_line = [&](const auto& use) {
         for (u32 line = blockIdx.x / args.slices; line < lines; line += at_once) use(DeltaLine{line, slice, chunks, launch});
     };
-    // In this order, and idle warps in this branch if there is one group: otherwise the compiler does not give the consumers their registers.
+    // In this order, and idle warps here if there is one group: otherwise the compiler does not give the consumers their registers.
     const bool idle = warp >= 4 + 4 * GROUPS;
     if (warp < 4 || (GROUPS == 1 && idle)) {
         if constexpr (moves_registers) ptx::registers_decrease<40>();

@@ -4,13 +4,15 @@
 // S = strictly lower part of diag(beta) A, the writes are U = (1 + S)^-1 diag(beta) (V - (G k) M), the outputs (G q) M + W U with W the lower part of
 // q (G_t / G_s) k, and the next state G_64 M + (k G_64 / G_t)^T U (Yang et al., "Gated Delta Networks"; "Kimi Linear" for decay by channel).
 //
-// Two roles share the GPU. Teams of preparing blocks make what does not depend on the state, a part for each chunk: -G k, G q, k G_64 / G_t,
-// (1 + S)^-1 diag(beta), W and G_64. A scanning block takes some values of a line (a head of a batch entry) and runs through its parts. It keeps
-// M transposed in registers as the sum of wgmmas; rounded, the same registers are the left operand of the next ones. Parts pass through a ring
-// in the arena that stays in L2.
+// Two roles share the GPU. Teams of preparing blocks make what does not depend on the state, a part for each chunk. A scanning block takes some values
+// of a line (a head of a batch entry) and runs through its parts. It keeps M transposed in registers as the sum of wgmmas; rounded, the same registers
+// are the left operand of the next ones. Parts pass through a ring in the arena.
 //
-// Decay by channel is divided among factors. Each block of 16 tokens refers to its middle, so that factors stay below e^40 for decays of e^-5 a token.
-// A decay that all channels share is applied to products, as a factor of at most 1.
+// Decay by channel is divided among factors: a part is -G k, G q, k G_64 / G_t, (1 + S)^-1 diag(beta), W and G_64. Each block of 16 tokens refers to its
+// middle, so that factors stay below e^40 for decays of e^-5 a token.
+//
+// A decay that all channels share is a factor of at most 1 for each token, and so are norms. They are applied to products of raw keys and queries,
+// which the scan loads itself: a part is (1 + S)^-1 diag(beta), W and three factors a token. Lines that share keys and queries share these products.
 #pragma once
 
 #include <peerlane/tiles/pipeline.cuh>
