@@ -2,7 +2,7 @@
 
 Some blocks prepare chunks, which needs no state, and run ahead. The others run heads' states through the chunks and hand them on to
 the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: three products a chunk, one after the other.
-Preparing is limited by instructions: two thousand of each warp where channels have decays of their own, with four exponentials for a number."""
+Preparing is limited by instructions: where channels have decays of their own, four exponentials for each."""
 
 from dataclasses import dataclass
 
