@@ -92,6 +92,12 @@ def test_ragged_chunks_pass_through_a_small_ring(number: int, label: str, world_
     require_correct(judge(solutions.files()[number], number, case_of(number, label, world_size, **params), schedules=2))
 
 
+@pytest.mark.long
+def test_scans_count_four_parts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_chunks, "RING", 8)
+    require_correct(judge(solutions.files()[74], 74, case_of(74, "carried_bf16", 2, heads=1, local=9 * CHUNK), schedules=1))
+
+
 @pytest.mark.slow
 def test_a_state_moves_on_to_the_next_rank() -> None:
     require_correct(judge(solutions.files()[75], 75, case_of(75, "carried_bf16", 2), schedules=1))

@@ -125,7 +125,7 @@ DELTA_CHUNKS = DeclaredKernel(
 )  # fmt: skip
 CHUNK, VALUES, MAX_DEPTH, MAX_SLICES, MAX_SHARING, MAX_SLOTS = 64, 64, 256, 32, 4, 3
 MAX_SHARED_BYTES = 227 << 10
-RING, RING_BYTES = 16, 512 << 20
+RING, RING_BYTES = 32, 512 << 20
 """Chunks of a line that are prepared ahead: as many as stay in L2; where a scan waits for another rank's, what this memory holds."""
 MANY_SCANS = 72
 """Up to so many blocks scan 64 values each. Where that is too few, a block has 128."""

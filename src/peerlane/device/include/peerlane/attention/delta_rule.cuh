@@ -158,6 +158,10 @@ __device__ inline u32 filled(u32 launch, u32 chunks, u32 ring, u32 chunk) {
     return launch * ((chunks - 1 - chunk % ring) / ring + 1) + chunk / ring + 1;
 }
 
+// An element that is fetched ahead: its conversion would wait for it.
+__device__ inline u16 raw_element(const char* elements, u64 index) { return reinterpret_cast<const u16*>(elements)[index]; }
+__device__ inline float number_of(u16 raw) { return __uint_as_float(u32(raw) << 16); }
+
 __device__ inline float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(-log2_of_e * x)); }
 
 // What a key, or a query, is multiplied by that has this sum of squares.
@@ -298,7 +302,7 @@ struct OwnPreparing {
     const Args& args;
     const Warps team;
     Memory& memory;
-    float beta, rate, bias[2];
+    u16 beta, rate, bias[2];
     float decay[block_tokens][2];  // logarithms to base 2, added up within the block
 
     __device__ u32 block() const { return team.thread() / pairs; }
@@ -317,11 +321,9 @@ struct OwnPreparing {
         const u32 first = at.chunk * chunk_tokens, token = first + team.thread();
         const char* of_owner = params + u64(head / own) * args.parameter_bytes;
         const bool inside = team.thread() < chunk_tokens && token < args.tokens;
-        beta = inside ? sigmoid(element_of<BFloat16>(args.beta, (u64(batch) * args.tokens + token) * args.heads + head)) : 0.0f;
-        rate = -log2_of_e * expf(element_of<BFloat16>(of_owner, head % own));
-        for (int e = 0; e < 2; ++e) {
-            bias[e] = channel() < args.depth ? rate * element_of<BFloat16>(of_owner, own + head % own * args.depth + channel() + e) : 0.0f;
-        }
+        beta = inside ? raw_element(args.beta, (u64(batch) * args.tokens + token) * args.heads + head) : 0;
+        rate = raw_element(of_owner, head % own);
+        for (int e = 0; e < 2; ++e) bias[e] = channel() < args.depth ? raw_element(of_owner, own + head % own * args.depth + channel() + e) : 0;
     }
 
     // Scales of tokens, logarithms of decays, beta.
@@ -348,6 +350,7 @@ struct OwnPreparing {
         }
         const int valid = min(args.tokens - at.chunk * chunk_tokens, u32(chunk_tokens)) - block() * block_tokens;
         const bool inside = channel() < args.depth;
+        const float factor = -log2_of_e * expf(number_of(rate)), shift[2] = {factor * number_of(bias[0]), factor * number_of(bias[1])};
         float total[2] = {};
 #pragma unroll
         for (int i = 0; i < block_tokens; ++i) {
@@ -355,7 +358,7 @@ struct OwnPreparing {
             BFloat16::widen(*reinterpret_cast<const u32*>(memory.tiles.right.data + Tokens::offset(block() * block_tokens + i, channel())), x);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const float share = ptx::reciprocal(1.0f + ptx::exp2(rate * x[e] + bias[e]));  // the sigmoid
+                const float share = ptx::reciprocal(1.0f + ptx::exp2(factor * x[e] + shift[e]));  // the sigmoid
                 if (inside && i < valid) total[e] += least_log_decay * log2_of_e * share;
                 decay[i][e] = total[e];
             }
@@ -365,7 +368,8 @@ struct OwnPreparing {
             memory.sum[block()][channel() + e] = decay[block_tokens - 1][e];
             memory.middle[block()][channel() + e] = decay[block_tokens / 2 - 1][e];
         }
-        if (thread < chunk_tokens) memory.beta[0][thread] = beta;
+        const bool token = thread < chunk_tokens && at.chunk * chunk_tokens + thread < args.tokens;
+        if (thread < chunk_tokens) memory.beta[0][thread] = token ? sigmoid(number_of(beta)) : 0.0f;
     }
 
     // Factors of decay between blocks, from the chunk's start and to its end, which go to the part.
@@ -469,7 +473,7 @@ struct SharedPreparing {
     const Args& args;
     const Warps team;
     Memory& memory;
-    float rate, bias, gate[2], beta[2];  // of two tokens in each lane; a line for every warp
+    u16 rate, bias, gate[2], beta[2];    // of two tokens in each lane; a line for every warp
     SumTile<64> system, weights;         // of raw keys and queries
 
     __device__ void load(const DeltaChunk& at, typename Memory::Tiles& tiles, u64* full) const {
@@ -483,13 +487,13 @@ struct SharedPreparing {
         if (warp >= args.sharing) return;
         const u32 head = (at.line + warp) % args.heads, batch = at.line / args.heads, own = args.heads / args.parameter_ranks;
         const char* of_owner = params + u64(head / own) * args.parameter_bytes;
-        rate = element_of<BFloat16>(of_owner, head % own), bias = element_of<BFloat16>(of_owner, own + head % own);
+        rate = raw_element(of_owner, head % own), bias = raw_element(of_owner, own + head % own);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const u32 token = at.chunk * chunk_tokens + 2 * lane + e;
             const u64 row = (u64(batch) * args.tokens + token) * args.heads + head;
-            gate[e] = token < args.tokens ? element_of<BFloat16>(args.decay, row) : 0.0f;
-            beta[e] = token < args.tokens ? element_of<BFloat16>(args.beta, row) : 0.0f;
+            gate[e] = token < args.tokens ? raw_element(args.decay, row) : 0;
+            beta[e] = token < args.tokens ? raw_element(args.beta, row) : 0;
         }
     }
 
@@ -500,8 +504,8 @@ struct SharedPreparing {
         float part[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const float x = gate[e] + bias;
-            part[e] = -log2_of_e * expf(rate) * (x > 20.0f ? x : log1pf(expf(x)));
+            const float x = number_of(gate[e]) + number_of(bias);
+            part[e] = -log2_of_e * expf(number_of(rate)) * (x > 20.0f ? x : log1pf(expf(x)));
             if (at.chunk * chunk_tokens + 2 * lane + e >= args.tokens) part[e] = 0.0f;
         }
         float total = part[0] + part[1];
@@ -510,7 +514,7 @@ struct SharedPreparing {
             if (lane >= back) total += before;
         }
         *reinterpret_cast<FloatPair*>(&memory.decay[warp][2 * lane]) = {total - part[1], total};
-        *reinterpret_cast<FloatPair*>(&memory.beta[warp][2 * lane]) = {beta[0], beta[1]};
+        *reinterpret_cast<FloatPair*>(&memory.beta[warp][2 * lane]) = {number_of(beta[0]), number_of(beta[1])};
     }
 
     __device__ static void product(SumTile<64>& sum, const Tokens& left, const Tokens& right) {
@@ -742,7 +746,7 @@ __device__ inline void load_line(const Arena& arena, const Args& args, const Del
 template <class Shape, class Args>
 __device__ inline void free_line(const Arena& arena, const Args& args, const DeltaLine& at, FrontConsumer<Shape>& front, BackConsumer<Shape>& back) {
     u32* const taken = reinterpret_cast<u32*>(arena.local(args.taken)) + at.line * args.slices + at.slice;
-    const u32 step = args.ring < 16 ? 1 : 4;  // a count takes about as long as a chunk
+    const u32 step = args.ring < 8 ? 1 : 4;  // a count takes about as long as a chunk
     for (u32 chunk = 0; chunk < at.chunks; ++chunk) {
         front.wait();
         front.release();
