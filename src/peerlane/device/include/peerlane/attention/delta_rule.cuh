@@ -871,8 +871,7 @@ struct Scanning {
     // `emit(out)` gets the chunk's outputs, values x tokens.
     template <class Emit>
     __device__ void step(u32 group, FrontConsumer<Shape>& fronts, BackConsumer<Shape>& backs, const Emit& emit) {
-        SumTile<64> sums[Shape::rounds_once ? 3 : 1];  // of what lives at a time
-        SumTile<64>&rest = sums[0], &written = sums[Shape::rounds_once ? 1 : 0], &out = sums[Shape::rounds_once ? 2 : 0];
+        SumTile<64> rest, written, out;
         u32 values[4][4], operand[4][4], writes[4][4], carried[4][4];
         FloatPair factors[8];  // of tokens, if channels decay alike
         const auto& front = fronts.wait();
@@ -912,6 +911,12 @@ struct Scanning {
         scale_by_factors(rest);
         add(rest, values);
         round(operand, rest.value);
+        if constexpr (!Shape::rounds_once) {
+            read(out, front.queries);
+            load_factors(TokenFactors::read);
+            scale_by_factors(out);
+            decay(back.factors);
+        }
         ptx::wgmma_hold(written.value);
         ptx::wgmma_fence();
         start<4, 64>(written.value, operand, front.solution.along_columns(0), 0, false);
@@ -927,12 +932,6 @@ struct Scanning {
         round(writes, written.value);
         scale_by_factors(written);
         if constexpr (!Shape::by_channel) round(carried, written.value);
-        if constexpr (!Shape::rounds_once) {
-            read(out, front.queries);
-            load_factors(TokenFactors::read);
-            scale_by_factors(out);
-            decay(back.factors);
-        }
         fronts.release();
         ptx::wgmma_hold(out.value);
 #pragma unroll
