@@ -92,6 +92,12 @@ def test_ragged_chunks_pass_through_a_small_ring(number: int, label: str, world_
     require_correct(judge(solutions.files()[number], number, case_of(number, label, world_size, **params), schedules=2))
 
 
+@pytest.mark.long
+def test_scans_count_four_parts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_chunks, "RING", 8)
+    require_correct(judge(solutions.files()[74], 74, case_of(74, "carried_bf16", 2, heads=1, local=9 * CHUNK), schedules=1))
+
+
 @pytest.mark.slow
 def test_a_state_moves_on_to_the_next_rank() -> None:
     require_correct(judge(solutions.files()[75], 75, case_of(75, "carried_bf16", 2), schedules=1))
@@ -126,15 +132,24 @@ SHAPES = {"kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256), "qwen": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_kernel_fits_a_block_of_512_threads(name: str) -> None:
+def test_the_kernel_fits_a_block(name: str) -> None:
     cubin = compile_cubin(DELTA_CHUNKS.source, arch="sm_90a", defines={"WORLD_SIZE": 4, **SHAPES[name].defines()})
     taken = resources(cubin)["delta_chunks"]
     assert lint(cubin.ptx()) == []
-    assert taken.registers <= 128 and SHAPES[name].shared_bytes <= 227 << 10
+    assert taken.registers * SHAPES[name].threads <= 1 << 16 and SHAPES[name].shared_bytes <= 227 << 10
 
 
 def test_roles_share_the_blocks_of_a_gpu() -> None:
+    kimi, qwen = SHAPES["kimi"], SHAPES["qwen"]
+    assert kimi.slices == qwen.slices == 2
+    assert 16 <= kimi.scan_blocks(132) <= 32 and qwen.scan_blocks(132) == 64
     for shape in SHAPES.values():
-        assert 16 <= shape.scan_blocks(132) <= 32
         assert 0 < shape.scan_blocks(33) <= 16
-    assert ChunkShape(1, 64, 8, 512, 8, 256, False, 4, 8).scan_blocks(40) % 4 == 0
+    assert ChunkShape(1, 64, 8, 512, 8, 256, False, 4, 8).scan_blocks(40) % 8 == 0
+
+
+def test_lines_that_share_keys_are_scanned_at_a_time() -> None:
+    qwen = SHAPES["qwen"]
+    for blocks in (5, 6, 33, 132):
+        assert qwen.sharing(blocks) == 2 and qwen.scan_blocks(blocks) // qwen.slices % 2 == 0
+    assert qwen.sharing(4) == 1 and SHAPES["kimi"].sharing(132) == 1

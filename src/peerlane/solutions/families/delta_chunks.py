@@ -1,8 +1,8 @@
 """The gated delta rule of bfloat16 tokens in chunks on tensor cores, over a sharded sequence: one kernel with two roles.
 
 Some blocks prepare chunks, which needs no state, and run ahead. The others run heads' states through the chunks and hand them on to
-the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: four products a chunk, one after the other.
-Preparing is limited by exponentials and barriers, and by spills: a thread of 512 has 128 registers for both channels of 16 tokens."""
+the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: three products a chunk, one after the other.
+Preparing is limited by instructions: where channels have decays of their own, four exponentials for each."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,9 @@ from peerlane.device.host.declare import Map
 SOURCE = r"""
 #include <peerlane/attention/delta_rule.cuh>
 using namespace peerlane;
-using Shape = DeltaShape<DEPTH, GROUPS, SLOTS, BY_CHANNEL>;
-static_assert(sizeof(Shape::Scan) <= SHARED_BYTES && THREADS / Shape::team_threads * sizeof(Shape::Preparation) <= SHARED_BYTES);
-static_assert(Shape::part_bytes == PART_BYTES);
-constexpr bool moves_registers = THREADS == 512;  // a block of fewer threads has enough of them for all
+using Shape = DeltaShape<DEPTH, GROUPS, SLOTS, BY_CHANNEL, SHARED_BYTES>;
+static_assert(sizeof(Shape::Scan) <= SHARED_BYTES && Shape::max_teams >= TEAMS && Shape::part_bytes == PART_BYTES);
+constexpr bool moves_registers = THREADS > 256;  // a block of fewer threads has enough of them for all
 
 // One state of 64 values, four numbers of each thread at a time: to or from the memory at `place`.
 struct alignas(16) Vec4 { float x[4]; };
@@ -34,8 +33,9 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
     const auto each_line = [&](const auto& use) {
         for (u32 line = blockIdx.x / args.slices; line < lines; line += at_once) use(DeltaLine{line, slice, chunks, launch});
     };
-    // In this order: with all other warps in one branch, the compiler does not give the consumers their registers.
-    if (warp < 4) {
+    // In this order, and idle warps here if there is one group: otherwise the compiler does not give the consumers their registers.
+    const bool idle = warp >= 4 + 4 * GROUPS;
+    if (warp < 4 || (GROUPS == 1 && idle)) {
         if constexpr (moves_registers) ptx::registers_decrease<40>();
         if (warp == 0) {
             FrontProducer<Shape> front(memory.front, memory.front_ring);
@@ -51,11 +51,11 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
         }
         return;
     }
-    if (warp >= 4 + 4 * GROUPS) {
+    if (GROUPS > 1 && idle) {
         if constexpr (moves_registers) ptx::registers_decrease<40>();
         return;
     }
-    if constexpr (moves_registers) ptx::registers_increase<216>();
+    if constexpr (moves_registers) ptx::registers_increase<GROUPS == 1 ? 240 : 216>();
     const u32 group = warp / 4 - 1, items = lines * args.slices * GROUPS;
     const Warps team{4 + 4 * group, 4, first_free_barrier + group};
     const Peers<WORLD_SIZE, Warps> peers(arena, args.flags, team);
@@ -118,16 +118,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 """
 DELTA_CHUNKS = DeclaredKernel(
     "delta_chunks", SOURCE, epochs=Epochs(), flags=Flags(), state=Buffer(), params=Buffer(), parts=Buffer(), ready=Buffer(), taken=Buffer(),
-    v=Map(), out=Map(), q=Pointer("const char*"), k=Pointer("const char*"), decay=Pointer("const char*"), beta=Pointer("const char*"),
+    v=Map(), out=Map(), q=Map(), k=Map(), decays=Map(), decay=Pointer("const char*"), beta=Pointer("const char*"),
     own_params=Pointer("const char*"),
-    **dict.fromkeys(("batch", "tokens", "heads", "key_heads", "depth", "slices", "ring", "scan_blocks"), U32),
+    **dict.fromkeys(("batch", "tokens", "heads", "key_heads", "depth", "slices", "ring", "scan_blocks", "sharing"), U32),
     parameter_ranks=U32, parameter_bytes=U32, floor=F32,
 )  # fmt: skip
-CHUNK, VALUES, MAX_DEPTH, MAX_SLICES = 64, 64, 256, 32
-RING, RING_BYTES = 8, 512 << 20
+CHUNK, VALUES, MAX_DEPTH, MAX_SLICES, MAX_SHARING, MAX_SLOTS = 64, 64, 256, 32, 4, 3
+MAX_SHARED_BYTES = 227 << 10
+RING, RING_BYTES = 32, 512 << 20
 """Chunks of a line that are prepared ahead: as many as stay in L2; where a scan waits for another rank's, what this memory holds."""
-PREPARATION = 4.0
-"""How much longer a block prepares a chunk than another one scans it."""
+MANY_SCANS = 72
+"""Up to so many blocks scan 64 values each. Where that is too few, a block has 128."""
+PREPARATION = {True: 6.0, False: 2.0}
+"""How much longer a block prepares a chunk than another one scans it, if channels have decays of their own and if not."""
+
+
+SQUARE_BYTES = 2 * CHUNK * CHUNK
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class ChunkShape:
     @property
     def groups(self) -> int:
         """Warpgroups that share a line's chunks in shared memory."""
-        return 1 if self.values <= VALUES else 2
+        return 1 if self.values <= VALUES or self.batch * self.heads * -(-self.values // VALUES) <= MANY_SCANS else 2
 
     @property
     def slices(self) -> int:
@@ -161,24 +167,48 @@ class ChunkShape:
 
     @property
     def slots(self) -> int:
-        return 2 if self.padded <= 128 else 1
+        return max(1, min(MAX_SLOTS, (MAX_SHARED_BYTES - self._kept_bytes) // self._slot_bytes))
 
     @property
     def threads(self) -> int:
-        return 128 * (1 + self.groups) if self.padded == CHUNK else 512
+        if self.by_channel:
+            return 128 * (1 + self.groups) if self.padded == CHUNK else 512
+        return 384
 
     @property
     def part_bytes(self) -> int:
-        return 3 * 2 * CHUNK * self.padded + 2 * 2 * CHUNK * CHUNK + 1024
+        return (3 * self._tile_bytes if self.by_channel else 0) + 2 * SQUARE_BYTES + 1024
+
+    @property
+    def _tile_bytes(self) -> int:
+        return 2 * CHUNK * self.padded
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Of a scan's chunk: keys, queries, carriers, which are keys if all channels decay alike; solution, values, weights, factors."""
+        return (3 if self.by_channel else 2) * self._tile_bytes + (2 + self.groups) * SQUARE_BYTES + 1024
+
+    @property
+    def _kept_bytes(self) -> int:
+        return self.groups * SQUARE_BYTES + 1024
+
+    @property
+    def _preparation_bytes(self) -> int:
+        """Of a team."""
+        system, small = 4 * CHUNK * (CHUNK + 8) + 64 * 24 * 4, 2560 + 16
+        if self.by_channel:
+            small = 768 + 16 + 4 * 22 * self.padded
+        return -(-(2 * SQUARE_BYTES + system + (3 if self.by_channel else 2) * self._tile_bytes + small) // 1024) * 1024
+
+    @property
+    def teams(self) -> int:
+        """Teams of a preparing block."""
+        return min(self.threads // (2 * self.padded if self.by_channel else 128), MAX_SHARED_BYTES // self._preparation_bytes)
 
     @property
     def shared_bytes(self) -> int:
         """The more of a scanning and a preparing block's."""
-        tokens, square, channels = 2 * CHUNK * self.padded, 2 * CHUNK * CHUNK, self.padded if self.by_channel else 1
-        scan = self.slots * (3 * tokens + (2 + self.groups) * square + 1024) + self.groups * square + 1024
-        small = 4 * (CHUNK * (CHUNK + 4) + 64 * 20 + CHUNK * self.padded // 32 + 6 * CHUNK + 22 * channels)
-        prepare = self.threads // (2 * self.padded) * -(-(3 * tokens + 2 * square + small) // 1024) * 1024
-        return max(scan, prepare)
+        return max(self.slots * self._slot_bytes + self._kept_bytes, self.teams * self._preparation_bytes)
 
     def defines(self) -> dict[str, str | int]:
         return {
@@ -190,22 +220,30 @@ class ChunkShape:
             "SHARED_BYTES": self.shared_bytes,
             "PART_BYTES": self.part_bytes,
             "PARAMETER_RANKS": self.parameter_ranks,
+            "TEAMS": self.teams,
         }
+
+    def sharing(self, blocks: int) -> int:
+        """Returns how many lines with the same keys a team of ``blocks`` prepares at a time; all of them are scanned at a time."""
+        ratio = self.heads // self.key_heads
+        return 1 if self.by_channel or ratio > min(MAX_SHARING, (blocks - 1) // self.slices) else ratio
 
     def scan_blocks(self, blocks: int) -> int:
         """Returns how many of ``blocks`` scan, so that both roles end at about the same time."""
-        lines = self.batch * self.heads
+        lines, sharing = self.batch * self.heads, self.sharing(blocks)
+        choices = range(sharing, max(sharing, min(lines, (blocks - 1) // self.slices)) + 1, sharing)
 
         def time(at_once: int) -> float:
-            return max(-(-lines // at_once), lines * PREPARATION / (blocks - at_once * self.slices))
+            return max(-(-lines // at_once), lines * PREPARATION[self.by_channel] / (blocks - at_once * self.slices))
 
-        return self.slices * min(range(1, max(2, min(lines, (blocks - 1) // self.slices) + 1)), key=time)
+        return self.slices * min(choices, key=time)
 
 
 @per_group
 def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
     lines, chunks = shape.batch * shape.heads, -(-shape.tokens // CHUNK)
-    ring = min(chunks, RING if group.world_size == 1 else max(RING, RING_BYTES // (lines * shape.part_bytes)))
+    longest = min(chunks, RING if group.world_size == 1 else max(RING, RING_BYTES // (lines * shape.part_bytes)))
+    ring = min(chunks, RING) if group.rank == 0 else longest
     items, blocks = lines * shape.slices, min(group.sm_count, lines * (shape.slices + chunks))
     return DELTA_CHUNKS.bind(
         group,
@@ -217,8 +255,8 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
             "flags": 2 * items * shape.groups + 1,
             "state": 4 * items * shape.groups * VALUES * shape.padded,
             "params": 2 * shape.parameter_ranks * shape.parameter_bytes if shape.parameter_ranks > 1 else 0,
-            "parts": lines * ring * shape.part_bytes,
-            "ready": 4 * lines * ring,
+            "parts": lines * longest * shape.part_bytes,
+            "ready": 4 * lines * longest,
             "taken": 4 * items,
         },
         shared_bytes=shape.shared_bytes,
@@ -230,6 +268,7 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
         slices=shape.slices,
         ring=ring,
         scan_blocks=shape.scan_blocks(blocks),
+        sharing=shape.sharing(blocks),
         parameter_ranks=shape.parameter_ranks,
         parameter_bytes=shape.parameter_bytes,
     )
@@ -243,7 +282,8 @@ def in_chunks(group: Group, shape: ChunkShape, dtypes: set[torch.dtype]) -> bool
 
 def chunked_delta_rule(group: Group, shape: ChunkShape, tensors: dict[str, torch.Tensor], floor: float) -> torch.Tensor:
     """Collective: o of the ``tensors`` q, k, v, decay, beta and own_params, all contiguous."""
-    output, v = torch.empty_like(tensors["v"]), tensors["v"]
-    maps = {name: group.place(tensor).map((CHUNK, 1, VALUES)) for name, tensor in (("v", v), ("out", output))}
+    output, keys = torch.empty_like(tensors["v"]), tensors["k"]
+    mapped = {"v": tensors["v"], "out": output, "q": tensors["q"], "k": keys, "decays": tensors["decay"] if shape.by_channel else keys}
+    maps = {name: group.place(tensor).map((CHUNK, 1, VALUES)) for name, tensor in mapped.items()}
     _bound(group, shape)(**{**tensors, **maps}, floor=floor)
     return output

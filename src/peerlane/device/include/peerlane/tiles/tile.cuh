@@ -93,9 +93,9 @@ struct alignas(swizzle_atom) SharedTile {
         const auto offset = [](int step) { return step / 4 * panel_bytes + step % 4 * (mma_depth * element_bytes); };
         return OperandSteps(mma_descriptor(data + first * 128, 16, swizzle_atom), offset);
     }
-    // ... or along the rows (rows are k, columns n).
-    __device__ auto along_rows() const {
-        return OperandSteps(mma_descriptor(data, panel_bytes, swizzle_atom), [](int step) { return 128 * mma_depth * step; });
+    // ... or along the rows, from a panel on (rows are k, columns n).
+    __device__ auto along_rows(int first = 0) const {
+        return OperandSteps(mma_descriptor(panel(first), panel_bytes, swizzle_atom), [](int step) { return 128 * mma_depth * step; });
     }
 };
 
