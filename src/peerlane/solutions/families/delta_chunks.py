@@ -158,7 +158,8 @@ class ChunkShape:
     @property
     def groups(self) -> int:
         """Warpgroups that share a line's chunks in shared memory."""
-        return 1 if self.values <= VALUES or self.batch * self.heads * -(-self.values // VALUES) <= MANY_SCANS else 2
+        slices = -(-self.values // VALUES)
+        return 1 if slices == 1 or (slices < MAX_SLICES and self.batch * self.heads * slices <= MANY_SCANS) else 2
 
     @property
     def slices(self) -> int:
