@@ -14,7 +14,7 @@ from peerlane.device.host.declare import Map
 SOURCE = r"""
 #include <peerlane/attention/delta_rule.cuh>
 using namespace peerlane;
-using Shape = DeltaShape<DEPTH, GROUPS, SLOTS, BY_CHANNEL, SHARED_BYTES>;
+using Shape = DeltaShape<DEPTH, GROUPS, SLOTS, BY_CHANNEL, SHARED_BYTES, PARAMETER_RANKS>;
 static_assert(sizeof(Shape::Scan) <= SHARED_BYTES && Shape::max_teams >= TEAMS && Shape::part_bytes == PART_BYTES);
 constexpr bool moves_registers = THREADS > 256;  // a block of fewer threads has enough of them for all
 
@@ -121,7 +121,7 @@ DELTA_CHUNKS = DeclaredKernel(
     v=Map(), out=Map(), q=Map(), k=Map(), decays=Map(), decay=Pointer("const char*"), beta=Pointer("const char*"),
     own_params=Pointer("const char*"),
     **dict.fromkeys(("batch", "tokens", "heads", "key_heads", "depth", "slices", "ring", "scan_blocks", "sharing"), U32),
-    parameter_ranks=U32, parameter_bytes=U32, floor=F32,
+    parameter_bytes=U32, floor=F32,
 )  # fmt: skip
 CHUNK, VALUES, MAX_DEPTH, MAX_SLICES, MAX_SHARING, MAX_SLOTS = 64, 64, 256, 32, 4, 3
 MAX_SHARED_BYTES = 227 << 10
@@ -158,7 +158,8 @@ class ChunkShape:
     @property
     def groups(self) -> int:
         """Warpgroups that share a line's chunks in shared memory."""
-        return 1 if self.values <= VALUES or self.batch * self.heads * -(-self.values // VALUES) <= MANY_SCANS else 2
+        slices = -(-self.values // VALUES)
+        return 1 if slices == 1 or (slices < MAX_SLICES and self.batch * self.heads * slices <= MANY_SCANS) else 2
 
     @property
     def slices(self) -> int:
@@ -269,7 +270,6 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
         ring=ring,
         scan_blocks=shape.scan_blocks(blocks),
         sharing=shape.sharing(blocks),
-        parameter_ranks=shape.parameter_ranks,
         parameter_bytes=shape.parameter_bytes,
     )
 

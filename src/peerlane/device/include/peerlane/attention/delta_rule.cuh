@@ -48,10 +48,11 @@ using ChosenType = typename Choose<first, A, B>::Type;
 constexpr int max_sharing = 4;  // lines with the same keys and queries that a team prepares at a time
 
 // `Depth` channels; `Groups` warpgroups of a scanning block, each with 64 values; `Slots` chunks that it copies ahead.
-template <int Depth, int Groups, int Slots, bool ByChannel, u32 SharedBytes>
+template <int Depth, int Groups, int Slots, bool ByChannel, u32 SharedBytes, u32 ParameterRanks>
 struct DeltaShape {
     using E = BFloat16;
     static constexpr int depth = Depth, groups = Groups, slots = Slots;
+    static constexpr u32 parameter_ranks = ParameterRanks;
     static constexpr bool by_channel = ByChannel;
     static constexpr bool rounds_once = Depth <= 128;  // registers hold the whole rounded state
     using Tokens = SharedTile<E, chunk_tokens, Depth>;
@@ -196,12 +197,11 @@ struct Solving {
     const Warps team;
     typename Shape::Inverse& memory;
 
+    static constexpr u32 vectors = 2 * Square::bytes / sizeof(Vec16);
+
     // Zeros above the diagonals, which nobody writes.
     __device__ void clear() const {
-        for (u32 v = team.thread(); v < Square::bytes / sizeof(Vec16); v += team.size()) {
-            reinterpret_cast<Vec16*>(memory.solution.data)[v] = Vec16{};
-            reinterpret_cast<Vec16*>(memory.weights.data)[v] = Vec16{};
-        }
+        for (u32 v = team.thread(); v < vectors; v += Shape::team_threads) reinterpret_cast<Vec16*>(&memory)[v] = Vec16{};
     }
 
     // Inverses of the system's blocks on the diagonal, each by half a warp, which has a column in each lane.
@@ -280,13 +280,22 @@ struct Solving {
         }
     }
 
+    // Solution and weights, which follow each other here and there.
     __device__ void copy_squares(char* part) const {
-        constexpr u32 vectors = Square::bytes / sizeof(Vec16);
-        for (u32 v = team.thread(); v < vectors; v += team.size()) {
-            reinterpret_cast<Vec16*>(part + Shape::solution_at)[v] = reinterpret_cast<const Vec16*>(memory.solution.data)[v];
-            reinterpret_cast<Vec16*>(part + Shape::weights_at)[v] = reinterpret_cast<const Vec16*>(memory.weights.data)[v];
+#pragma unroll
+        for (u32 i = 0; i < vectors / Shape::team_threads; ++i) {
+            const u32 v = i * Shape::team_threads + team.thread();
+            reinterpret_cast<Vec16*>(part + Shape::solution_at)[v] = reinterpret_cast<const Vec16*>(&memory)[v];
         }
     }
+};
+
+// Which rank's parameters a head has, and its number among that rank's heads. Divisions take longer than they look.
+template <class Shape>
+struct HeadParameters {
+    u32 heads, owner, head;
+    __device__ HeadParameters(u32 all, u32 number)
+        : heads(all / Shape::parameter_ranks), owner(Shape::parameter_ranks > 1 ? number / heads : 0), head(number - owner * heads) {}
 };
 
 // ---- preparing ---------------------------------------------------------------------------------------------------------------------------
@@ -317,13 +326,13 @@ struct OwnPreparing {
     }
 
     __device__ void fetch(const char* params, const DeltaChunk& at) {
-        const u32 head = at.line % args.heads, batch = at.line / args.heads, own = args.heads / args.parameter_ranks;
-        const u32 first = at.chunk * chunk_tokens, token = first + team.thread();
-        const char* of_owner = params + u64(head / own) * args.parameter_bytes;
+        const u32 head = at.line % args.heads, batch = at.line / args.heads, token = at.chunk * chunk_tokens + team.thread();
+        const HeadParameters<Shape> own(args.heads, head);
+        const char* of_owner = params + u64(own.owner) * args.parameter_bytes;
         const bool inside = team.thread() < chunk_tokens && token < args.tokens;
         beta = inside ? raw_element(args.beta, (u64(batch) * args.tokens + token) * args.heads + head) : 0;
-        rate = raw_element(of_owner, head % own);
-        for (int e = 0; e < 2; ++e) bias[e] = channel() < args.depth ? raw_element(of_owner, own + head % own * args.depth + channel() + e) : 0;
+        rate = raw_element(of_owner, own.head);
+        for (int e = 0; e < 2; ++e) bias[e] = channel() < args.depth ? raw_element(of_owner, own.heads + own.head * args.depth + channel() + e) : 0;
     }
 
     // Scales of tokens, logarithms of decays, beta.
@@ -485,9 +494,10 @@ struct SharedPreparing {
     __device__ void fetch(const char* params, const DeltaChunk& at) {
         const u32 warp = team.thread() / 32, lane = threadIdx.x % 32;
         if (warp >= args.sharing) return;
-        const u32 head = (at.line + warp) % args.heads, batch = at.line / args.heads, own = args.heads / args.parameter_ranks;
-        const char* of_owner = params + u64(head / own) * args.parameter_bytes;
-        rate = raw_element(of_owner, head % own), bias = raw_element(of_owner, own + head % own);
+        const u32 head = (at.line + warp) % args.heads, batch = at.line / args.heads;
+        const HeadParameters<Shape> own(args.heads, head);
+        const char* of_owner = params + u64(own.owner) * args.parameter_bytes;
+        rate = raw_element(of_owner, own.head), bias = raw_element(of_owner, own.heads + own.head);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const u32 token = at.chunk * chunk_tokens + 2 * lane + e;
