@@ -24,6 +24,7 @@ from peerlane.device import (
     Field,
     Flags,
     Group,
+    LocalKernel,
     Pointer,
     array,
     communicator,
@@ -124,6 +125,38 @@ SPREAD_STATE = DeclaredKernel(
     "spread_state", SPREAD_SOURCE, epochs=Epochs(), flags=Flags(), state=Buffer(), count=array(U64, MOST_TENSORS), tensors=U32, first=U64,
     tensor=array(Field("const char*", ctypes.c_uint64), MOST_TENSORS), waits=U32,
 )  # fmt: skip
+SUMS_SOURCE = r"""
+#include <peerlane/rows.cuh>
+using namespace peerlane;
+
+constexpr u32 lanes = 4, strip = lanes * row_lanes, together = 8, warps = THREADS / warp_threads, step = THREADS / lanes;
+
+// Sums of a strip of columns, times scale, by a block: of four neighbouring threads each has eight columns of a row.
+extern "C" __global__ void __launch_bounds__(THREADS) column_sums(const __grid_constant__ ColumnSums args) {
+    __shared__ float of_warps[warps][strip];
+    const u32 column = blockIdx.x * strip + threadIdx.x % lanes * row_lanes;
+    float sum[row_lanes] = {}, value[together][row_lanes];
+    for (u32 row = threadIdx.x / lanes; row < args.rows; row += together * step) {
+        const auto place = [&](int i, u32& at, u32& first) { at = min(row + i * step, args.rows - 1), first = column; };
+        load_together<ELEMENT>(args.matrix, args.columns, place, value);
+#pragma unroll
+        for (u32 i = 0; i < together; ++i) {
+            for (int e = 0; e < row_lanes; ++e) sum[e] += row + i * step < args.rows ? value[i][e] : 0.0f;
+        }
+    }
+    for (int e = 0; e < row_lanes; ++e) {
+        for (u32 bits = lanes; bits < warp_threads; bits *= 2) sum[e] += shuffle_xor(sum[e], bits);
+        if (Warp{}.thread() < lanes) of_warps[threadIdx.x / warp_threads][Warp{}.thread() * row_lanes + e] = sum[e];
+    }
+    __syncthreads();
+    for (u32 c = threadIdx.x; c < strip && blockIdx.x * strip + c < args.columns; c += THREADS) {
+        float total = 0;
+        for (u32 w = 0; w < warps; ++w) total += of_warps[w][c];
+        set_element<ELEMENT>(args.out, blockIdx.x * strip + c, total * args.scale);
+    }
+}
+"""
+COLUMN_SUMS = LocalKernel("column_sums", SUMS_SOURCE, matrix=Pointer("const char*"), out=Pointer(), rows=U32, columns=U32, scale=F32)
 RELU, RELU_GRADIENT = gemm.Epilogue("relu", bias=True), gemm.Epilogue("relu_gradient", residual=True, scale=True)
 
 
@@ -213,6 +246,14 @@ def unflatten(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
+@per_group
+def column_sums(group: Group, dtype: torch.dtype, columns: int) -> BoundKernel:
+    """Makes a launch."""
+    threads = min(512, group.max_threads)
+    defines = {"ELEMENT": element_type(dtype), "THREADS": threads}
+    return COLUMN_SUMS.bind(group, grid=-(-columns // 32), block=threads, defines=defines, columns=columns)
+
+
 def mlp_gradient(group: Group, x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
     """Returns the flat gradient of the mean of (relu(x W1^T + b1) W2^T + b2 - y)^2 with respect to W1, b1, W2, b2, flat in ``flat``.
 
@@ -228,13 +269,14 @@ def mlp_gradient(group: Group, x: torch.Tensor, y: torch.Tensor, flat: torch.Ten
     hidden = multiply(x, w1.t(), RELU, bias=b1) if has_kernel else torch.addmm(b1, x, w1.t()).relu_()
     d_output = torch.addmm(b2, hidden, w2.t()).sub_(y)
     torch.addmm(to_w2, d_output.t(), hidden, beta=0, alpha=scale, out=to_w2)
-    torch.sum(d_output, 0, out=to_b2).mul_(scale)
     if has_kernel:
         d_hidden = multiply(d_output, w2, RELU_GRADIENT, residual=hidden, scale=scale)
     else:
         d_hidden = torch.ops.aten.threshold_backward(d_output @ w2, hidden, 0).mul_(scale)
     torch.mm(d_hidden.t(), x, out=to_w1)
-    torch.sum(d_hidden, 0, out=to_b1)
+    for matrix, sums, factor in ((d_output, to_b2, scale), (d_hidden, to_b1, 1.0)):
+        launch = column_sums(group, matrix.dtype, matrix.shape[1])
+        launch(matrix=matrix.contiguous(), out=sums, rows=matrix.shape[0], scale=factor)
     return gradient
 
 
