@@ -264,7 +264,7 @@ def mlp_gradient(group: Group, x: torch.Tensor, y: torch.Tensor, flat: torch.Ten
     scale, has_kernel = 2.0 / y.numel(), flat.dtype in gemm.ELEMENT_TYPES
 
     def multiply(a: torch.Tensor, b: torch.Tensor, epilogue: gemm.Epilogue, **terms: Any) -> torch.Tensor:
-        return gemm.product(group, a.shape[0], *reversed(b.shape), a.dtype, epilogue)(gemm.aligned(a), b, **terms)
+        return gemm.product(group, a.shape[0], b.shape[1], b.shape[0], a.dtype, epilogue)(gemm.aligned(a), b, **terms)
 
     hidden = multiply(x, w1.t(), RELU, bias=b1) if has_kernel else torch.addmm(b1, x, w1.t()).relu_()
     d_output = torch.addmm(b2, hidden, w2.t()).sub_(y)
