@@ -6,7 +6,7 @@ the products, and by the links, which carry three times the parameters from rank
 import torch
 
 from peerlane.device import communicator, group_of
-from peerlane.solutions.families.training_step import Adam, adam_step, mlp_gradient, unflatten
+from peerlane.solutions.families.training_step import Adam, adam_step, from_first_rank, mlp_gradient, unflatten
 
 
 def solution(
@@ -35,11 +35,7 @@ def solution(
         W1, b1, W2, b2, exp_avg_W1, exp_avg_b1, exp_avg_W2, exp_avg_b2, exp_avg_sq_W1, exp_avg_sq_b1, exp_avg_sq_W2, exp_avg_sq_b2,
     )  # fmt: skip
     shapes, count = [tensor.shape for tensor in tensors], sum(tensor.numel() for tensor in tensors[:4])
-    flat = W1.new_empty(3 * count)
-    if group.rank == 0:
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
-    kit.broadcast(flat, 0)
-    parameters, first, second = flat.view(3, count).unbind()
+    parameters, first, second = from_first_rank(group, tensors, 3 * count, waits=True).view(3, count).unbind()
     gradient = mlp_gradient(group, X_local, y_local, parameters, shapes[:4])
     kit.all_reduce(gradient)
     new = adam_step(group, gradient, (parameters, first, second), Adam(lr, beta1, beta2, eps, step), sharded=False, gather=False)

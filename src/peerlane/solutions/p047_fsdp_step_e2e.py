@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from peerlane.device import communicator, group_of
-from peerlane.solutions.families.training_step import Adam, adam_step, mlp_gradient
+from peerlane.device import group_of
+from peerlane.solutions.families.training_step import Adam, adam_step, mlp_gradient, spread_state
 
 
 def solution(
@@ -26,6 +26,9 @@ def solution(
     step: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     group = group_of()
-    gradient = mlp_gradient(group, X_local, y_local, communicator(group).all_gather(flat_param_shard).flatten(), param_shapes)
+    size = flat_param_shard.numel()
+    # The last call's update began behind a barrier that all ranks came to with their gradients, hence with the parameters read.
+    whole = spread_state(group, [flat_param_shard], group.world_size * size, flat_param_shard.dtype, first=group.rank * size)
+    gradient = mlp_gradient(group, X_local, y_local, whole, param_shapes)
     state, adam = (flat_param_shard, exp_avg_shard, exp_avg_sq_shard), Adam(lr, beta1, beta2, eps, step, weight_decay)
     return adam_step(group, gradient, state, adam, sharded=True, gather=False)
