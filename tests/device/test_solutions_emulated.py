@@ -124,7 +124,7 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
     [
         (71, "three_taps_fp32", {"chunk": 40}),
         (71, "whole_chunk_bf16", {"chunk": 272}),
-        (87, "three_bf16", {"channels": 40, "columns": 70}),
+        (87, "three_bf16", {"channels": 40, "columns": 72}),
         (87, "thin_bf16", {"channels": 8, "columns": 6}),
         (78, "no_overlap_bf16", {"z": (1, 4, 2, 6, 8), "tile": (2, 4, 4), "overlaps": (0.25, 0.5), "upsample": (8, 2)}),
     ],
@@ -138,8 +138,8 @@ def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("    if (before >= 0) peers.wait(before, 1 + blockIdx.x, epoch);\n", ""),
         ("turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"),
+        ("value[0] += bias, value[1] += bias;", "value[0] += bias;"),
     ],
 )
 def test_turned_rows_with_one_thing_wrong_are_refused(old: str, new: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_turned_rows_with_one_thing_wrong_are_refused(old: str, new: str, tmp_pa
     assert text.count(old) == 1
     file = tmp_path / solutions.files()[87].name
     file.write_text(text.replace(old, new))
-    assert not judge(file, 87, replace(case, params={**case.params, "channels": 8, "columns": 6}), schedules=4).correct
+    assert not judge(file, 87, replace(case, params={**case.params, "channels": 8, "columns": 8}), schedules=1).correct
 
 
 @pytest.fixture
