@@ -91,20 +91,19 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
-    """Under a causal mask a rank needs only earlier ranks' keys and values: work and traffic differ by rank."""
-    ring, heads, size = _ring(case, rank), case["heads"], case.dtype.itemsize
-    local = local_length(case, len(ring))
+    """Under a causal mask later ranks have more pairs, but all can share them: work and traffic are an even share."""
+    ring, heads, size = len(_ring(case, rank)), case["heads"], case.dtype.itemsize
+    local = local_length(case, ring)
     depth = case["depth"]
     value_depth, kv_heads = case.params.get("value_depth", depth), case.params.get("kv_heads", heads)
-    place, world, causal = ring.index(rank), len(ring), case["causal"]
-    tokens = case["batch"] * local
-    block_bytes = tokens * kv_heads * (depth + value_depth) * size
-    pairs = attention.visible_pairs(place, world, local, causal)
-    sent, received = attention.ring_traffic(place, world, causal)
+    tokens, causal = case["batch"] * local, case["causal"]
+    keys_values, queries_outputs = (float(tokens * count * (depth + value_depth) * size) for count in (kv_heads, heads))
+    pairs = attention.visible_pairs((ring - 1) / 2, ring, local, causal)
+    moved = attention.shared_traffic(ring, causal, keys_values, queries_outputs)
     return pc.Cost(
-        hbm_bytes=tokens * heads * (depth + value_depth) * size + (received + 1) * block_bytes,
-        egress_bytes=sent * block_bytes,
-        ingress_bytes=received * block_bytes,
+        hbm_bytes=queries_outputs + keys_values + moved,
+        egress_bytes=moved,
+        ingress_bytes=moved,
         flops={"fp32" if case.dtype == FP32 else "bf16": 2 * case["batch"] * heads * (depth + value_depth) * pairs},
     )
 

@@ -84,15 +84,15 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The ring's bytes, and an all-reduce over the tensor-parallel group."""
     tensor, context = _grid(case).lines(rank)
-    heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
+    heads, ranks, size = _heads(case), len(tensor), case.dtype.itemsize
     tokens = case["batch"] * attention.local_length(case, len(context))
     reduction = pc.traffic.all_reduce(tokens * case["out"] * size, ranks)
-    sent, received = attention_block.ring_bytes(case, heads, len(context), place)
+    moved = attention_block.ring_bytes(case, heads, len(context)) + reduction
     return pc.Cost(
         hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,
-        egress_bytes=sent + reduction,
-        ingress_bytes=received + reduction,
-        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(context), place, case["out"])},
+        egress_bytes=moved,
+        ingress_bytes=moved,
+        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(context), case["out"])},
     )
 
 

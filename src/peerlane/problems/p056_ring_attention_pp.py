@@ -98,16 +98,16 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The ring's bytes; the stage's input from the stage before and its output to the next."""
     pipeline, ring = _grid(case).lines(rank)
-    stage, place, size = pipeline.index(rank), ring.index(rank), case.dtype.itemsize
+    stage, size = pipeline.index(rank), case.dtype.itemsize
     heads, hidden = case["heads"], case["hidden"]
     tokens = case["batch"] * attention.local_length(case, len(ring))
     activations = tokens * hidden * size
-    sent, received = attention_block.ring_bytes(case, heads, len(ring), place)
+    moved = attention_block.ring_bytes(case, heads, len(ring))
     return pc.Cost(
         hbm_bytes=2 * activations + 4 * heads * case["depth"] * hidden * size,
-        egress_bytes=sent + activations * (stage + 1 < len(pipeline)),
-        ingress_bytes=received + activations * (stage > 0),
-        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(ring), place, hidden)},
+        egress_bytes=moved + activations * (stage + 1 < len(pipeline)),
+        ingress_bytes=moved + activations * (stage > 0),
+        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(ring), hidden)},
     )
 
 

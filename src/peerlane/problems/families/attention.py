@@ -145,6 +145,16 @@ def ring_traffic(place: int, ring: int, causal: bool) -> tuple[int, int]:
     return (ring - 1 - place, place) if causal else (ring - 1, ring - 1)
 
 
+def shared_traffic(ring: int, causal: bool, keys_values: float, queries_outputs: float) -> float:
+    """Bytes out of and into every rank, at least, where ranks share the work evenly. The arguments are the bytes of a rank's shard.
+
+    For each pair of ranks one sends keys and values, or the other sends queries and gets outputs back; under a causal mask half of the
+    pairs need neither. Or ranks share the heads (Jacobs et al., DeepSpeed Ulysses, 2023).
+    """
+    pairs = (ring - 1) / 2 if causal else ring - 1
+    return min(pairs * min(keys_values, queries_outputs), (ring - 1) / ring * (keys_values + queries_outputs))
+
+
 def _by_head(blocks: Blocks, answer: Callable[[Blocks], torch.Tensor]) -> torch.Tensor:
     """``answer`` for one head after the other, so that only one head's scores are held."""
     heads = blocks[0][0].shape[2]

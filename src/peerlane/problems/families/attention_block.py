@@ -122,20 +122,19 @@ def layer_tolerance(case: pc.Case, layers: int, cancels: bool) -> pc.Tolerance:
     return pc.Tolerance(magnitude=14 * pc.UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth, size=_SIZE)
 
 
-def layer_flops(case: pc.Case, heads: int, ring: int, place: int, out: int) -> float:
-    """Of the projections and of attention to the keys that are seen."""
+def layer_flops(case: pc.Case, heads: int, ring: int, out: int) -> float:
+    """Of the projections and of a rank's even share of attention to the keys that are seen."""
     local, depth = local_length(case, ring), case["depth"]
     projections = 2 * local * heads * depth * (3 * case["hidden"] + out)
-    pairs = attention.visible_pairs(place, ring, local, case["causal"])
+    pairs = attention.visible_pairs((ring - 1) / 2, ring, local, case["causal"])
     return float(case["batch"] * (projections + 4 * heads * depth * pairs))
 
 
-def ring_bytes(case: pc.Case, heads: int, ring: int, place: int) -> tuple[float, float]:
-    """Bytes out of and into a rank for the ring: keys and values of other places, or the hidden states to compute them from, if fewer."""
-    tokens = case["batch"] * local_length(case, ring)
-    block = tokens * min(2 * heads * case["depth"], case["hidden"]) * case.dtype.itemsize
-    sent, received = attention.ring_traffic(place, ring, case["causal"])
-    return float(sent * block), float(received * block)
+def ring_bytes(case: pc.Case, heads: int, ring: int) -> float:
+    """Bytes out of and into a rank for the ring; hidden states to compute keys and values from go instead of these, if they are fewer."""
+    token = case["batch"] * local_length(case, ring) * case.dtype.itemsize
+    width = heads * case["depth"]
+    return attention.shared_traffic(ring, case["causal"], token * min(2 * width, case["hidden"]), token * (min(width, case["hidden"]) + width))
 
 
 def narrow(case: pc.Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
