@@ -137,15 +137,9 @@ def thunderkittens_root() -> Path | None:
     return Path(named) if named and (Path(named) / "include").is_dir() else None
 
 
-def nvshmem_home() -> Path | None:
-    """Returns the NVSHMEM installation that NVSHMEM_HOME names; None: the wheel's."""
-    named = os.environ.get("NVSHMEM_HOME")
-    return Path(named) if named else None
-
-
-def nccl_home() -> Path | None:
-    """Returns the NCCL installation that NCCL_HOME names; None: the wheel's."""
-    named = os.environ.get("NCCL_HOME")
+def library_home(library: str) -> Path | None:
+    """Returns the installation of NCCL or NVSHMEM that NCCL_HOME or NVSHMEM_HOME names; None: the wheel's."""
+    named = os.environ.get(f"{library}_HOME")
     return Path(named) if named else None
 
 

@@ -268,24 +268,20 @@ class ReportPart(NamedTuple):
     notes: list[str]
 
 
-def report_parts(results: Iterable[Result], *, mechanisms: bool = True) -> list[ReportPart]:
+def report_parts(results: Iterable[Result]) -> list[ReportPart]:
     """Returns a part for every class of machine."""
     groups = by_node(results)
     parts = []
     for node, mine in groups.items():
-        notes = [
-            *(mechanism_lines(mine) if mechanisms else ()),
-            *environment_lines(mine),
-            *(f"* {line.rstrip('.')}." for line in reasons(mine)),
-        ]
+        notes = [*mechanism_lines(mine), *environment_lines(mine), *(f"* {line.rstrip('.')}." for line in reasons(mine))]
         heading = f"Results of {node}, which compare with no others here:" if len(groups) > 1 else ""
         parts.append(ReportPart(heading, result_table(mine), notes))
     return parts
 
 
-def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
+def results_report(results: Iterable[Result]) -> str:
     """Returns a table for every class of machine, as Markdown, and the sentences that belong to it."""
     return "\n\n".join(
         (f"{part.heading}\n\n" if part.heading else "") + f"{part.table.markdown()}\n" + "\n\n".join(part.notes)
-        for part in report_parts(results, mechanisms=mechanisms)
+        for part in report_parts(results)
     )

@@ -8,27 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peerlane import settings
 from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.jit import Compiled
 from peerlane.errors import CompileError, MissingDependency
 
 _NVCC_S = 240.0
-
-
-def wheel_folders(name: str) -> list[Path]:
-    """Returns the folders in which a wheel of NVIDIA's, such as ``nccl``, has its ``include`` and ``lib``."""
-    spec = importlib.util.find_spec("nvidia")
-    return [] if spec is None else [Path(folder) / name for folder in spec.submodule_search_locations or ()]
-
-
-def header_version(header: Path, prefix: str, suffix: str = "") -> tuple[int, int, int]:
-    """Returns the version that a header defines by ``prefix`` MAJOR, MINOR or PATCH ``suffix``; zeros without the header."""
-    try:
-        text = header.read_text()
-    except OSError:
-        return 0, 0, 0
-    numbers = {part: int(number) for part, number in re.findall(rf"#define {prefix}(MAJOR|MINOR|PATCH){suffix} (\d+)", text)}
-    return numbers.get("MAJOR", 0), numbers.get("MINOR", 0), numbers.get("PATCH", 0)
 
 
 @dataclass(frozen=True)
@@ -48,6 +33,64 @@ class Installation:
 
     def __str__(self) -> str:
         return ".".join(map(str, self.version))
+
+
+@dataclass(frozen=True)
+class Library:
+    """What candidates for a library of NVIDIA's need of it, and where it is looked for."""
+
+    name: str
+    oldest: tuple[int, int]
+    header: str
+    """The one with the version."""
+    affixes: tuple[str, str]
+    """What the names of the version's numbers begin and end with in this header."""
+    files: Sequence[str]
+    lacks: str
+    """Which of these an absent one lacks, in words: "whose headers are not"."""
+
+    @property
+    def install(self) -> str:
+        """The command that brings it."""
+        return f"pip install 'peerlane[{self.name.lower()}]'"
+
+    def find(self) -> Installation | None:
+        """Returns the library of the folder that NAME_HOME names, else of NVIDIA's wheel; None if there is none, or only a part of one."""
+        if (named := settings.library_home(self.name)) is not None:
+            roots = [named]
+        else:
+            spec = importlib.util.find_spec("nvidia")
+            roots = [Path(folder) / self.name.lower() for folder in spec.submodule_search_locations or ()] if spec else []
+        for root in roots:
+            found = Installation(root, self._version(root / self.header))
+            if found.version >= self.oldest and all((root / file).is_file() for file in self.files):
+                return found
+        return None
+
+    def found(self) -> Installation:
+        """Returns the library; raises MissingDependency if it is not here."""
+        found = self.find()
+        if found is None:
+            raise MissingDependency(self.missing() or "")
+        return found
+
+    def missing(self) -> str | None:
+        """Returns what candidates for it lack here, with the command that brings it; None if nothing is missing."""
+        if self.find() is not None:
+            return None
+        named, oldest = settings.library_home(self.name), ".".join(map(str, self.oldest))
+        where = f"in {named}, which {self.name}_HOME names" if named is not None else "among the installed packages"
+        return f"{self.name} {oldest} or newer, {self.lacks} {where}: run {self.install}"
+
+    def _version(self, header: Path) -> tuple[int, int, int]:
+        """Returns the version that a header defines; zeros without the header."""
+        try:
+            text = header.read_text()
+        except OSError:
+            return 0, 0, 0
+        prefix, suffix = self.affixes
+        numbers = {part: int(number) for part, number in re.findall(rf"#define {prefix}(MAJOR|MINOR|PATCH){suffix} (\d+)", text)}
+        return numbers.get("MAJOR", 0), numbers.get("MINOR", 0), numbers.get("PATCH", 0)
 
 
 def nvcc_identity() -> str:

@@ -147,14 +147,11 @@ def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
         yield Move(row.mechanism, row.nbytes, row.blocks, row.peers, world_size)
 
 
-def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
-    """Measures on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
-    available = torch.cuda.device_count()
-    count = min(available, MAX_RANKS) if gpus is None else gpus
-    if not 2 <= count <= min(available, MAX_RANKS):
-        raise UsageError(
-            f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} wanted, {available} found: run it where there are more"
-        )
+def measure_mechanisms() -> Mechanisms:
+    """Measures on all GPUs, at most 8. Raises UsageError where there are fewer than two."""
+    count = min(torch.cuda.device_count(), MAX_RANKS)
+    if count < 2:
+        raise UsageError(f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} found: run it where there are more")
     bench = _Bench(count)
     alone = [bench.bandwidth(move) for move in cases(count, bench.sm_count)]
     together = [bench.bandwidth(move) for move in cases_of_all(count, alone)]
