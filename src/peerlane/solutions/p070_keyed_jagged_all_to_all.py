@@ -257,7 +257,7 @@ def solution(
     sources = dict(zip(NAMES, [*tensors, None], strict=False))
     fits = room(group)
     while True:
-        launch, told, results = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), tuple(fits), stagger)
+        launch, told, results = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), (fits[0], fits[1]), stagger)
         launch(
             **sources, starts=starts, strides=strides, first=first + [0] * (MAX_RANKS - group.world_size), per_key=bool(stride_per_key),
             stamp=told.stamp(),
