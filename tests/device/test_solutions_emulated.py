@@ -33,6 +33,7 @@ TWINS = [
     (23, "ragged_fp32", "sums.push(0, loss * tokens)", "sums.push(0, loss)"),
     (24, "plain_fp32", "loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });", ""),
     (25, "silent_rank_fp32", "part = block_reduce(part, join, scratch);", ""),
+    (26, "skewed_int64", "counts.receive_from(source,", "counts.receive_from(arena.rank,"),
     (30, "odd_bf16", "kit.all_reduce(packed)", "packed.mul_(2)"),
     (32, "rank_one_bf16", "multiply(gemm.aligned(b), gemm.aligned(a), residual=weight)", "weight"),
     (48, "saturated_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),

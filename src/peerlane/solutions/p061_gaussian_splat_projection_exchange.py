@@ -6,6 +6,8 @@ radii when it unpacks them. Bound by the links. If rows do not fit, all ranks se
 
 The next call overwrites the results, which lie in the arena."""
 
+import math
+
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Packets, Pointer, group_of, per_group
@@ -292,11 +294,14 @@ extern "C" __global__ void __launch_bounds__(512)
     unpack_all(begin_own + sent[rank], received);
 }
 """
-ROW_BYTES = {"camera_ids": 8, "gaussian_ids": 8, "radii": 8, "means2d": 8, "depths": 4, "conics": 12, "opacities_out": 4}
+RESULTS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "camera_ids": (torch.int64, ()), "gaussian_ids": (torch.int64, ()), "radii": (torch.int32, (2,)), "means2d": (torch.float32, (2,)),
+    "depths": (torch.float32, ()), "conics": (torch.float32, (3,)), "opacities_out": (torch.float32, ()),
+}  # fmt: skip
 INPUTS = ("means", "quats", "scales", "opacities", "colors", "viewmats", "intrinsics")
 SPLAT_ROWS = DeclaredKernel(
     "splat_rows", SOURCE, epochs=Epochs(), flags=Flags(), views=Packets(), totals=Packets(), counts=Buffer(), packed=Buffer(),
-    **{name: Buffer() for name in (*ROW_BYTES, "colors_out")}, **{name: Pointer("const float*") for name in INPUTS},
+    **{name: Buffer() for name in (*RESULTS, "colors_out")}, **{name: Pointer("const float*") for name in INPUTS},
     masks=Pointer("u32*"), host=Pointer("u64*"), stamp=U32,
     capacity=U32, gaussians=U32, own_cameras=U32, row_bytes=U32, width=F32, height=F32, eps2d=F32, near=F32, far=F32,
 )  # fmt: skip
@@ -310,23 +315,25 @@ def room(group: Group) -> list[int]:
 
 
 @per_group
-def splat_rows(group: Group, own_cameras: int, channels: int, capacity: int) -> tuple[BoundKernel, HostWords]:
-    """Makes the launch of a group. ``capacity``: of rows at a rank. The host gets how many rows come, and the most that come anywhere."""
+def splat_rows(group: Group, own_cameras: int, channels: int, capacity: int) -> tuple[BoundKernel, HostWords, tuple[torch.Tensor, ...]]:
+    """Makes the launch of a group. ``capacity``: of rows at a rank. The host gets how many rows come, and the most that come anywhere.
+
+    Also returns the results' memory."""
     told, grid, cameras = HostWords(group, 2), group.sm_count, group.world_size * own_cameras
     row_bytes = -(-(36 + 4 * channels) // 16) * 16
     block = min(512, group.max_threads)
     while block > 32 and 3 * block * row_bytes > SHARED_BYTES:
         block //= 2
+    results = {**RESULTS, "colors_out": (torch.float32, (channels,))}
     sizes = {
         "flags": 2 * grid, "views": 9 * own_cameras, "totals": group.world_size, "counts": 4 * grid * cameras,
-        "packed": row_bytes * capacity, "colors_out": 4 * channels * capacity,
-        **{name: nbytes * capacity for name, nbytes in ROW_BYTES.items()},
+        "packed": row_bytes * capacity, **{name: capacity * math.prod(row) * dtype.itemsize for name, (dtype, row) in results.items()},
     }  # fmt: skip
     launch = SPLAT_ROWS.bind(
         group, grid=grid, block=block, shared_bytes=3 * block * row_bytes + cameras * (124 + block // 8), resident=True,
         defines={"CHANNELS": channels}, sizes=sizes, host=told.words, capacity=capacity, own_cameras=own_cameras, row_bytes=row_bytes,
     )  # fmt: skip
-    return launch, told
+    return launch, told, tuple(launch.tensor(name, (capacity, *row), dtype) for name, (dtype, row) in results.items())
 
 
 def solution(
@@ -352,7 +359,7 @@ def solution(
     masks = means.new_empty(max(1, group.world_size * own_cameras * -(-len(means) // 32)))
     fits = room(group)
     while True:
-        launch, told = splat_rows(group, own_cameras, channels, fits[0])
+        launch, told, results = splat_rows(group, own_cameras, channels, fits[0])
         launch(
             **given, masks=masks, gaussians=len(means), width=image_width, height=image_height, eps2d=eps2d, near=near_plane,
             far=far_plane, stamp=told.stamp(),
@@ -361,13 +368,5 @@ def solution(
         if most <= fits[0]:
             break
         fits[0] = 1 << most.bit_length()
-    return (
-        launch.tensor("camera_ids", (received,), torch.int64),
-        launch.tensor("gaussian_ids", (received,), torch.int64),
-        launch.tensor("radii", (received, 2), torch.int32),
-        launch.tensor("means2d", (received, 2), torch.float32),
-        launch.tensor("depths", (received,), torch.float32),
-        launch.tensor("conics", (received, 3), torch.float32),
-        launch.tensor("opacities_out", (received,), torch.float32),
-        launch.tensor("colors_out", (received, channels), torch.float32),
-    )
+    ids, numbers, radii, means2d, depths, conics, opacities, colors = (result[:received] for result in results)
+    return ids, numbers, radii, means2d, depths, conics, opacities, colors

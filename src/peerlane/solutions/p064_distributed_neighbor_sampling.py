@@ -53,7 +53,7 @@ __device__ inline void each_of_lanes(u32 count, u64 first, u32 to, const Use& us
 
 struct BlockSum { u32 before, all; };  // of blocks of lower numbers, and of all
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(THREADS)
     sample_neighbors(const __grid_constant__ Arena arena, const __grid_constant__ SampleNeighbors args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)), args.hops + 1), rank = arena.rank;
     const Peers<WORLD_SIZE> peers(arena, args.flags);
@@ -213,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 """
 MOST_HOPS = 16
+THREADS = 1024  # of a block: reads in random places need many under way
 SAMPLE_NEIGHBORS = DeclaredKernel(
     "sample_neighbors", SOURCE, epochs=Epochs(), flags=Flags(), requests=Buffer(), asked=Buffer(), offsets=Buffer(), replies=Buffer(),
     neighbours=Buffer(), where=Buffer(), fresh=Buffer(), counts=Buffer(), given=Pointer("const long long*"),
@@ -236,8 +237,8 @@ def sample_neighbors(
     }  # fmt: skip
     places = torch.full((nodes,), -1, dtype=torch.int32, device=group.device)
     launch = SAMPLE_NEIGHBORS.bind(
-        group, grid=grid, block=min(512, group.max_threads), defines={"OWNER": OWNER_TYPES[owner]}, sizes=sizes, resident=True,
-        places=places, host=told.words, room=room,
+        group, grid=grid, block=min(THREADS, group.max_threads), sizes=sizes, resident=True,
+        defines={"OWNER": OWNER_TYPES[owner], "THREADS": THREADS}, places=places, host=told.words, room=room,
     )  # fmt: skip
     return launch, told, places
 

@@ -199,6 +199,7 @@ JAGGED_EXCHANGE = DeclaredKernel(
     starts=Pointer("const u64*"), strides=Pointer("u64*"), host=Pointer("u64*"), capacity=array(U64, 2), first=array(U32, MAX_RANKS + 1),
     bytes=array(U32, 3), per_key=U32, stamp=U32,
 )  # fmt: skip
+NAMES = ("lengths", "values", "weights")
 INDEX_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
 
@@ -211,27 +212,26 @@ def room(group: Group) -> list[int]:
 @per_group
 def jagged_exchange(
     group: Group, features: int, dtypes: tuple[torch.dtype, ...], capacity: tuple[int, int], stagger: int
-) -> tuple[BoundKernel, HostWords]:
+) -> tuple[BoundKernel, HostWords, dict[str, torch.Tensor]]:
     """Makes the launch of a group. ``capacity``: of results, in lengths and in values. The host gets how many come of both, and the most
-    that come anywhere."""
+    that come anywhere. Also returns the results' memory."""
     widths = [dtype.itemsize for dtype in dtypes] + [0] * (3 - len(dtypes))
+    rooms = [count * width for count, width in zip((capacity[0], capacity[1], capacity[1]), widths, strict=True)]
     told, pieces = HostWords(group, 4), max(1, group.sm_count // features)
     launch = JAGGED_EXCHANGE.bind(
         group,
         grid=group.sm_count,
         block=min(512, group.max_threads),
         defines={"STAGGER": stagger, "PIECES": pieces, "INDEX": INDEX_TYPES[dtypes[0]]},
-        sizes={
-            "flags": group.sm_count, "sums": features * pieces, "lengths_out": capacity[0] * widths[0],
-            "values_out": capacity[1] * widths[1], "weights_out": capacity[1] * widths[2],
-        },
+        sizes={"flags": group.sm_count, "sums": features * pieces, **dict(zip((f"{name}_out" for name in NAMES), rooms, strict=True))},
         shared_bytes=(60 + 16 * group.world_size) * features,
         resident=True,
         bytes=widths,
         capacity=capacity,
         host=told.words,
     )  # fmt: skip
-    return launch, told
+    places = zip(NAMES, (capacity[0], capacity[1], capacity[1]), dtypes, strict=False)
+    return launch, told, {name: launch.tensor(f"{name}_out", (count,), dtype) for name, count, dtype in places}
 
 
 @functools.lru_cache(maxsize=64)
@@ -254,10 +254,10 @@ def solution(
     first = list(itertools.accumulate(key_splits, initial=0))
     strides = starts.new_empty((key_splits[group.rank], group.world_size) if stride_per_key else 1 + group.world_size)
     tensors = [tensor.contiguous() for tensor in (lengths, values, weights) if tensor is not None]
-    sources = dict(zip(("lengths", "values", "weights"), [*tensors, None], strict=False))
+    sources = dict(zip(NAMES, [*tensors, None], strict=False))
     fits = room(group)
     while True:
-        launch, told = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), tuple(fits), stagger)
+        launch, told, results = jagged_exchange(group, features, tuple(tensor.dtype for tensor in tensors), (fits[0], fits[1]), stagger)
         launch(
             **sources, starts=starts, strides=strides, first=first + [0] * (MAX_RANKS - group.world_size), per_key=bool(stride_per_key),
             stamp=told.stamp(),
@@ -266,11 +266,7 @@ def solution(
         if most_lengths <= fits[0] and most_values <= fits[1]:
             break
         fits[:] = [max(size, 1 << most.bit_length()) for size, most in zip(fits, (most_lengths, most_values), strict=True)]
-    received = {
-        name: launch.tensor(f"{name}_out", (sizes[name != "lengths"],), tensor.dtype)
-        for name, tensor in sources.items()
-        if tensor is not None
-    }
+    received = {name: result[: sizes[name != "lengths"]] for name, result in results.items()}
     if stride_per_key is None:
         stride_fields = {"stride": strides[0], "stride_per_rank": strides[1:]}
     else:

@@ -21,16 +21,6 @@ __device__ inline T shuffle_xor(const T& value, int bits) {
     return __builtin_bit_cast(T, words);
 }
 
-// The sum of the values of all lanes up to the caller's.
-__device__ inline u32 warp_prefix(u32 value) {
-#pragma unroll
-    for (u32 bits = 1; bits < warp_threads; bits *= 2) {
-        const u32 other = __shfl_up_sync(0xffffffffu, value, bits);
-        if (Warp{}.thread() >= bits) value += other;
-    }
-    return value;
-}
-
 // Among lanes that agree in all bits of their number but the lowest; `lanes` is a power of two. Of a pair both lanes join the lower one's term
 // with the higher one's: a * b + c * d may be rounded otherwise than c * d + a * b, where the compiler fuses operations.
 template <int lanes = 32, class T, class Join>
@@ -231,6 +221,16 @@ template <class E>
 __device__ inline void round_as(float (&value)[row_lanes]) {
 #pragma unroll
     for (int e = 0; e < row_lanes; e += E::lanes) E::widen(E::narrow(value + e), value + e);
+}
+
+// The sum of the values of all lanes up to the caller's.
+__device__ inline u32 warp_prefix(u32 value) {
+#pragma unroll
+    for (u32 bits = 1; bits < warp_threads; bits *= 2) {
+        const u32 other = __shfl_up_sync(0xffffffffu, value, bits);
+        if (Warp{}.thread() >= bits) value += other;
+    }
+    return value;
 }
 
 // ---- small values from every rank to every rank ----------------------------------------------------------------------------------------------
