@@ -81,7 +81,7 @@ ADD = (
     _COMMON
     + r"""
 // Rows of a block's part of a chunk, to the rows of `sums` that their ids name.
-__device__ inline void add_rows(const Warps& team, const float* rows, const long long* ids, Part part, float* sums, u32 columns) {
+__device__ inline void add_part(const Warps& team, const float* rows, const long long* ids, Part part, float* sums, u32 columns) {
     const u32 count = static_cast<u32>(part.end - part.first);
     rows += part.first * columns, ids += part.first;
     if ((reinterpret_cast<u64>(rows) | reinterpret_cast<u64>(sums) | columns * sizeof(float)) % sizeof(Vec16) == 0) {
@@ -126,14 +126,14 @@ extern "C" __global__ void __launch_bounds__(512) add_rows(const __grid_constant
     const u32 own = arena.rank;
     for (u32 round = 0; round < ROUNDS; ++round) {
         const float* rows = args.rows + u64(args.send_at[own]) * args.columns;
-        add_rows(team, rows, args.ids + args.receive_at[own], part_in(args.send_count[own], round), args.sums, args.columns);
+        add_part(team, rows, args.ids + args.receive_at[own], part_in(args.send_count[own], round), args.sums, args.columns);
     }
     for (u32 round = 0; round < ROUNDS; ++round) {
         peers.wait_all_slots(slot_of(round), 1, epoch);
         for (int k = 1; k < WORLD_SIZE; ++k) {
             const int q = rank_after<WORLD_SIZE>(arena.rank, k);
             const float* rows = reinterpret_cast<const float*>(arena.local(args.inbox)) + u64(args.receive_at[q]) * args.columns;
-            add_rows(team, rows, args.ids + args.receive_at[q], part_in(args.receive_count[q], round), args.sums, args.columns);
+            add_part(team, rows, args.ids + args.receive_at[q], part_in(args.receive_count[q], round), args.sums, args.columns);
         }
     }
 }
