@@ -13,12 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.places import ROW_BYTES
 from peerlane.settings import cache_dir
 
 SCHEMA = 1
-
-ROW_BYTES = (64, 128, 512, 2048)
-"""of rows in random places whose rates are measured"""
 
 FIGURES: Mapping[str, str] = {
     "hbm_copy_tbps": "copy within one GPU's memory, bytes read plus bytes written, 10^12 bytes/s",
@@ -64,11 +62,6 @@ FIGURES: Mapping[str, str] = {
     "swap_words_gops": "8 bytes compared and swapped in random places of 2 GiB of the GPU's own memory, 10^9/s",
 }
 """Every figure that may be measured, and what it is. Those by mechanism are `peerlane bench mechanisms`'."""
-
-
-def rows_figure(what: str, row_bytes: float) -> str:
-    """Returns the figure ``what`` (read_rows, peer_read_rows, add_rows) of the largest measured rows that are no larger."""
-    return f"{what}_{max((size for size in ROW_BYTES if size <= row_bytes), default=ROW_BYTES[0])}b_tbps"
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.common.places import ROW_BYTES
 from peerlane.device.host.jit import INCLUDE_DIR
-from peerlane.hardware.ceilings import ROW_BYTES
 
 HBM_BUFFER_BYTES = 2 * 2**30
 LINK_BUFFER_BYTES = 256 * 2**20

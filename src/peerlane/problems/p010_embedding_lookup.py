@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.hardware.ceilings import rows_figure
+from peerlane.common.places import rows_figure
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.hardware.ceilings import rows_figure
+from peerlane.common.places import rows_figure
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32, group_layout, group_members
 from peerlane.problems.families.graph import count_table, fitted, least_table, skewed

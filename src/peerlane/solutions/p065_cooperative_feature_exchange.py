@@ -1,7 +1,7 @@
 """Problem 65, gathered feature rows exchanged in relative order: one kernel reads every row once and stores it where it is wanted.
 
 The reference rolls rows before and behind its exchange; here ranks tell each other where parts begin. Bound by HBM, which reads rows in
-random places, and the links. ``families/relative_rows.py``.
+random places, and the links. ``families/row_parts.py``.
 
 The next call overwrites the results, which lie in the arena."""
 
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.solutions.families.relative_rows import gather_rows
+from peerlane.device.moe.exchange import room_for
+from peerlane.solutions.families.row_parts import gather_rows, parts
 
 
 def solution(
@@ -19,4 +20,6 @@ def solution(
     counts_received: list[int],
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    return gather_rows(group_of(group), local_features, seed_inverse_ids, counts_sent, counts_received)
+    ranks = group_of(group)
+    sends, receives = (parts(counts, ranks.rank) for counts in (counts_received, counts_sent))
+    return gather_rows(ranks, local_features, seed_inverse_ids, sends, receives, room_for(ranks, sum(counts_sent)))

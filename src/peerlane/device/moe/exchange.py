@@ -155,8 +155,12 @@ extern "C" __global__ void __launch_bounds__(512)
     meet_blocks(peers, arena, 1 + 2 * gridDim.x, epoch);
     const bool sends = TokenTeam<WORLD_SIZE>::caller_sends();
     const TokenTeam<WORLD_SIZE> team(arena, args.flags, sends, args.room, 1 + 3 * gridDim.x, epoch);
-    const auto part_of_rank = [&](int at, u32 rank, u32 token) {
-        return RowOf<RESULT>(arena.peer(at, args.parts), u64(rank) * args.room + token, args.columns);
+    using Sums = float[eights_of_sums][row_lanes];
+    const auto store = [&](char* matrix, u64 row, const auto& column_of, const Sums& sums) {
+#pragma unroll
+        for (int i = 0; i < eights_of_sums; ++i) {
+            if (column_of(i) < args.columns) RowOf<RESULT>(matrix, row, args.columns).store(column_of(i), sums[i]);
+        }
     };
     const auto sum_of = [&](u32 home, u32 token, const auto& use) {
         sum_rows<ROW>(args.x, args.columns, lists, home * args.room + token, [&](u32 row) { return terms[row].weight; }, use);
@@ -167,20 +171,23 @@ extern "C" __global__ void __launch_bounds__(512)
             for (int k = 1; k < WORLD_SIZE && sends; ++k) {
                 const int q = rank_after<WORLD_SIZE>(arena.rank, k);
                 if (lists.of[q * args.room + token].count == 0) continue;
-                sum_of(q, token, [&](u32 column, const float (&sum)[row_lanes]) {
-                    if (column < args.columns) part_of_rank(q, arena.rank, token).store(column, sum);
-                });
+                const u64 row = u64(arena.rank) * args.room + token;
+                sum_of(q, token, [&](const auto& column_of, const Sums& sums) { store(arena.peer(q, args.parts), row, column_of, sums); });
             }
             if (sends || token >= args.tokens) return;
-            sum_of(arena.rank, token, [&](u32 column, float (&sum)[row_lanes]) {
-                float term[row_lanes];
-                for (int q = 0; q < WORLD_SIZE && column < args.columns; ++q) {
+            sum_of(arena.rank, token, [&](const auto& column_of, Sums& sums) {
+                for (u32 q = 0; q < WORLD_SIZE; ++q) {
                     if (q == arena.rank || (targets[token] >> q & 1) == 0) continue;
-                    part_of_rank(arena.rank, q, token).load(column, term);
+                    const auto place = [&](int i, u32& row, u32& column) { row = q * args.room + token, column = column_of(i); };
+                    Sums part;
+                    load_together<RESULT, eights_of_sums>(arena.local(args.parts), args.columns, place, part);
 #pragma unroll
-                    for (int e = 0; e < row_lanes; ++e) sum[e] += term[e];
+                    for (int i = 0; i < eights_of_sums; ++i) {
+#pragma unroll
+                        for (int e = 0; e < row_lanes; ++e) sums[i][e] += part[i][e];
+                    }
                 }
-                if (column < args.columns) RowOf<RESULT>(args.y, token, args.columns).store(column, sum);
+                store(args.y, token, column_of, sums);
             });
         });
         if (sends) team.tell(round);

@@ -23,8 +23,8 @@ struct Largest {
 constexpr int bytes = 4 / ELEMENT::lanes;
 __device__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
-// use(i, step): where the first of the caller's next eights of elements begins, and how far apart those are that it takes together. The same ones in
-// a block of this number on every rank.
+// use(i, step): where the first of the caller's next eights of elements begins, and how far apart those are that it takes together. The
+// same ones in a block of this number on every rank.
 constexpr int together = 4;
 template <class Use>
 __device__ void each_eights(u64 elements, const Use& use) {

@@ -200,11 +200,12 @@ __device__ inline void copy_to_rows(const char* from, char* out, u32 bytes, cons
     for (u32 more = list.rest; more != ~0u; more = lists.next[more]) copy_bytes(Warp{}, out + u64(more) * bytes, from, bytes);
 }
 
-// The sum of a token's rows, times weight(row), in fp32 and ascending order, by a warp: use(column, sum) in every lane, also of columns behind the
-// end. Several rows are on their way at a time.
+// The sum of a token's rows, times weight(row), in fp32 and ascending order, by a warp: use(column_of, sums) in every lane, for some eights of columns
+// that begin at column_of(i), also behind the end. Several rows are on their way at a time.
+constexpr int eights_of_sums = 2;
 template <class E, class Weight, class Use>
 __device__ inline void sum_rows(const char* matrix, u32 columns, const RowLists& lists, u32 token, const Weight& weight, const Use& use) {
-    constexpr int at_once = 4, wide = 2;
+    constexpr int at_once = 4, wide = eights_of_sums;
     const ListedRows list(lists, token);
     const float own = Warp{}.thread() < list.count ? weight(list.row) : 0.0f;
     for (u32 first = 0; first < columns; first += wide * warp_threads * row_lanes) {
@@ -237,8 +238,7 @@ __device__ inline void sum_rows(const char* matrix, u32 columns, const RowLists&
             add_batch(row, factor);
         }
         for (u32 more = list.rest; more != ~0u; more = lists.next[more]) add_batch({more, ~0u, ~0u, ~0u}, {weight(more)});
-#pragma unroll
-        for (int i = 0; i < wide; ++i) use(column_of(i), sum[i]);
+        use(column_of, sum);
     }
 }
 

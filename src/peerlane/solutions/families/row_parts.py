@@ -1,4 +1,4 @@
-"""Rows in chunks that are numbered relative to the rank: gathered on their way out, or added up where they come (problems 65 and 66).
+"""Rows that go to all ranks in parts: gathered on their way out, or added up where they come (problems 65, 66 and 67).
 
 One kernel each. A block's first warps send, the others see to what stays on the rank. Every rank tells the others where their rows begin
 in its memory; where a rank has told that, it has begun the launch, hence has done with what came in the one before.
@@ -81,7 +81,7 @@ ADD = (
     _COMMON
     + r"""
 // Rows of a block's part of a chunk, to the rows of `sums` that their ids name.
-__device__ inline void add_rows(const Warps& team, const float* rows, const long long* ids, Part part, float* sums, u32 columns) {
+__device__ inline void add_part(const Warps& team, const float* rows, const long long* ids, Part part, float* sums, u32 columns) {
     const u32 count = static_cast<u32>(part.end - part.first);
     rows += part.first * columns, ids += part.first;
     if ((reinterpret_cast<u64>(rows) | reinterpret_cast<u64>(sums) | columns * sizeof(float)) % sizeof(Vec16) == 0) {
@@ -126,14 +126,14 @@ extern "C" __global__ void __launch_bounds__(512) add_rows(const __grid_constant
     const u32 own = arena.rank;
     for (u32 round = 0; round < ROUNDS; ++round) {
         const float* rows = args.rows + u64(args.send_at[own]) * args.columns;
-        add_rows(team, rows, args.ids + args.receive_at[own], part_in(args.send_count[own], round), args.sums, args.columns);
+        add_part(team, rows, args.ids + args.receive_at[own], part_in(args.send_count[own], round), args.sums, args.columns);
     }
     for (u32 round = 0; round < ROUNDS; ++round) {
         peers.wait_all_slots(slot_of(round), 1, epoch);
         for (int k = 1; k < WORLD_SIZE; ++k) {
             const int q = rank_after<WORLD_SIZE>(arena.rank, k);
             const float* rows = reinterpret_cast<const float*>(arena.local(args.inbox)) + u64(args.receive_at[q]) * args.columns;
-            add_rows(team, rows, args.ids + args.receive_at[q], part_in(args.receive_count[q], round), args.sums, args.columns);
+            add_part(team, rows, args.ids + args.receive_at[q], part_in(args.receive_count[q], round), args.sums, args.columns);
         }
     }
 }
@@ -144,6 +144,7 @@ ADD_ROWS = DeclaredKernel(
     places=Buffer(), flags=Flags(), epochs=Epochs(), columns=U32, sums_count=U32, **_PARTS,
 )  # fmt: skip
 ROUNDS = 4
+Parts = Sequence[tuple[int, int]]
 
 
 @per_group
@@ -164,33 +165,38 @@ def _threads(group: Group) -> int:
     return max(64, min(512, group.max_threads))
 
 
-def gather_rows(group: Group, features: torch.Tensor, ids: torch.Tensor, obtained: Sequence[int], provided: Sequence[int]) -> torch.Tensor:
-    """Collective: returns the rows that other ranks' ids name, chunk j of rank (r + j) mod W, which are ``obtained[j]`` rows.
+def gather_rows(group: Group, rows: torch.Tensor, ids: torch.Tensor, sends: Parts, receives: Parts, room: int) -> torch.Tensor:
+    """Collective: returns the rows that come from all ranks, each part where ``receives`` says.
 
-    Rows ``features[ids]`` are cut into chunks of ``provided[j]`` rows for rank (r + j) mod W. The result lies in the arena and is valid
-    until the next call."""
-    rows, row = sum(obtained), torch.Size(features.shape[1:])
-    launch = _gather(group, room_for(group, rows), row.numel() * features.itemsize)
-    launch(features=features.contiguous(), ids=ids.contiguous(), **_parts(group, provided, obtained))
-    return launch.tensor("out", (rows, *row), features.dtype)
+    A part of ``rows[ids]`` goes to every rank; parts are (first row, rows) by rank. No rank has a result of more than ``room`` rows. It
+    lies in the arena and is valid until the next call for rows of this size."""
+    row = torch.Size(rows.shape[1:])
+    launch = _gather(group, room, row.numel() * rows.itemsize)
+    launch(features=rows.contiguous(), ids=ids.contiguous(), **_fields(sends, receives))
+    return launch.tensor("out", (sum(count for _, count in receives), *row), rows.dtype)
 
 
-def add_rows(group: Group, rows: torch.Tensor, ids: torch.Tensor, count: int, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-    """Collective: returns ``count`` float32 sums: row m of those received, in the order of chunks, is added to sum ``ids[m]``.
+def add_rows(group: Group, rows: torch.Tensor, ids: torch.Tensor, count: int, sends: Parts, receives: Parts) -> torch.Tensor:
+    """Collective: returns ``count`` float32 sums: row m of those that come, by their parts, is added to sum ``ids[m]``.
 
-    Chunk j of ``rows``, of ``sent[j]`` rows, goes to rank (r + j) mod W, and chunk j of those received comes from there."""
+    A part of ``rows`` goes to every rank; parts are (first row, rows) by rank."""
     sums = rows.new_empty((count, *rows.shape[1:]))
-    launch = _add(group, room_for(group, sum(received)), torch.Size(rows.shape[1:]).numel())
-    launch(rows=rows.contiguous(), ids=ids.contiguous(), sums=sums, sums_count=count, **_parts(group, sent, received))
+    room = room_for(group, sum(count for _, count in receives))
+    launch = _add(group, room, torch.Size(rows.shape[1:]).numel())
+    launch(rows=rows.contiguous(), ids=ids.contiguous(), sums=sums, sums_count=count, **_fields(sends, receives))
     return sums
 
 
-def _parts(group: Group, sends: Sequence[int], receives: Sequence[int]) -> dict[str, Any]:
-    """Returns the fields of both kernels, by rank, from counts by distance."""
+def parts(counts: Sequence[int], rank: int = 0) -> Parts:
+    """Returns parts by rank that follow each other: number j, of ``counts[j]`` rows, is that of rank (rank + j) mod W."""
+    begins = list(accumulate(counts, initial=0))
+    return [(begins[place], counts[place]) for place in ((q - rank) % len(counts) for q in range(len(counts)))]
+
+
+def _fields(sends: Parts, receives: Parts) -> dict[str, Any]:
+    """Returns what both kernels want to know of parts."""
     fields = {}
-    for name, counts in (("send", sends), ("receive", receives)):
-        begins, places = list(accumulate(counts, initial=0)), [(q - group.rank) % len(counts) for q in range(len(counts))]
-        rest = [0] * (MAX_RANKS - len(counts))
-        fields[f"{name}_at"] = [*(begins[place] for place in places), *rest]
-        fields[f"{name}_count"] = [*(counts[place] for place in places), *rest]
+    for name, its in (("send", sends), ("receive", receives)):
+        filled = [*its, *[(0, 0)] * (MAX_RANKS - len(its))]
+        fields[f"{name}_at"], fields[f"{name}_count"] = [at for at, _ in filled], [count for _, count in filled]
     return fields

@@ -1,0 +1,48 @@
+"""Parts of rows between ranks: right on emulated ranks, compiled for GPUs, and caught with one line lost."""
+
+import pytest
+
+from device.judged import cases, judge, require_correct
+from device.twins import twin
+from peerlane import problems, solutions
+from peerlane.device import compile_cubin
+from peerlane.evaluate.correctness.emulated import EmulatedJudgement
+from peerlane.solutions.families import row_parts
+
+
+def judged(number: int, label: str, world_size: int = 2, schedules: int = 2) -> EmulatedJudgement:
+    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
+    return judge(solutions.files()[number], number, case, schedules=schedules)
+
+
+@pytest.mark.parametrize(("number", "label"), [(65, "uneven_bf16"), (66, "hot"), (66, "uneven"), (67, "uneven_fp32"), (20, "fp8")])
+def test_rows_come_where_they_are_wanted(number: int, label: str) -> None:
+    require_correct(judged(number, label))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "label"), [(65, "strided_group_fp32"), (66, "strided_group"), (67, "uneven_bf16"), (20, "fp8")])
+def test_four_ranks_exchange_rows(number: int, label: str) -> None:
+    require_correct(judged(number, label, 4))
+
+
+@pytest.mark.parametrize("kernel", [row_parts.GATHER_ROWS, row_parts.ADD_ROWS], ids=lambda kernel: kernel.name)
+def test_the_kernels_compile(kernel: row_parts.DeclaredKernel) -> None:
+    compile_cubin(kernel.source, defines={"WORLD_SIZE": 8, "ROUNDS": row_parts.ROUNDS})
+
+
+LOST = {
+    "rows to where nobody has told": ("GATHER_ROWS", 65, "uneven_bf16", "        peers.wait_all(0, epoch);\n"),
+    "an end before all rows have come": ("GATHER_ROWS", 65, "uneven_bf16", "        peers.wait_all_slots(1 + blockIdx.x, 1, epoch);\n"),
+    "sums before they are zeros": ("ADD_ROWS", 66, "uneven", "    meet_blocks(peers, arena, 1, epoch);\n"),
+    "sums of rows that have not come": ("ADD_ROWS", 66, "uneven", "        peers.wait_all_slots(slot_of(round), 1, epoch);\n"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LOST)
+def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, number, label, line = LOST[name]
+    monkeypatch.setattr(row_parts, kernel, twin(getattr(row_parts, kernel), line, ""))
+    found = judged(number, label, schedules=12)
+    assert "race" in {finding.kind for finding in found.outcome.findings} or found.wrong is not None
