@@ -24,14 +24,15 @@ def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected
     return [expected_leaves(problems.get(case.problem).oracle(case, inputs, rank)) for rank in range(case.world_size)]
 
 
-# Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits; less for 57, by shared heads.
+# Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits; of 55 the means over ranks,
+# as these can share causal work; less for 57, by shared heads.
 FIGURES = [
     (15, "pkb", 8, 0, 0.0573, 0.0573, 0.067),
     (15, "production_llama3_8b_mlp", 8, 0, 3.67, 3.67, 120),
-    (55, "pkb", 8, 3, 0.197, 0.131, None),
-    (55, "pkb", 8, 7, 0.0655, 0.262, 0.07),
-    (55, "production_llama2_7b_32k", 8, 7, 67.1, 268, 2470),
-    (55, "production_llama3_70b_16k", 8, 7, 201, 268, 1890),
+    (55, "pkb", 8, 3, 0.164, 0.164, None),
+    (55, "pkb", 8, 7, 0.164, 0.164, 0.0677),
+    (55, "production_llama2_7b_32k", 8, 7, 167.6, 167.6, 1649),
+    (55, "production_llama3_70b_16k", 8, 7, 234.5, 234.5, 1649),
     (57, "pkb", 8, 0, 0.541, 0.541, None),
     (57, "production_llama2_7b_16k", 8, 0, 277, 277, None),
     (58, "pkb", 8, 0, 1.835, 1.835, 0.27),
@@ -63,12 +64,13 @@ def test_every_byte_that_leaves_arrives(number: int, preset: str) -> None:
 
 
 def test_a_pipeline_sends_the_smaller_of_keys_and_hidden_states() -> None:
-    """pkb on 8 ranks: 4 tokens x 16 sequences x 512 x 2 bytes are 65536; a ring of 4, and one hop between the stages."""
+    """pkb on 8 ranks: 4 tokens x 16 sequences x 512 x 2 bytes are 65536; a ring of 4, half of whose pairs are masked,
+    and one hop between the stages."""
     problem = problems.get(56)
     case = problem.cases("pkb", 8)[0]
     costs = [problem.cost(case, rank) for rank in range(8)]
-    assert [cost.egress_bytes / 65536 for cost in costs] == [4, 3, 2, 1, 3, 2, 1, 0]
-    assert [cost.ingress_bytes / 65536 for cost in costs] == [0, 1, 2, 3, 1, 2, 3, 4]
+    assert [cost.egress_bytes / 65536 for cost in costs] == [2.5, 2.5, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
+    assert [cost.ingress_bytes / 65536 for cost in costs] == [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5, 2.5]
 
 
 def test_backward_costs_are_five_products_over_the_visible_pairs() -> None:

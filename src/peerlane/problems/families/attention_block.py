@@ -132,9 +132,9 @@ def layer_flops(case: pc.Case, heads: int, ring: int, out: int) -> float:
 
 def ring_bytes(case: pc.Case, heads: int, ring: int) -> float:
     """Bytes out of and into a rank for the ring; hidden states to compute keys and values from go instead of these, if they are fewer."""
-    token = case["batch"] * local_length(case, ring) * case.dtype.itemsize
-    width = heads * case["depth"]
-    return attention.shared_traffic(ring, case["causal"], token * min(2 * width, case["hidden"]), token * (min(width, case["hidden"]) + width))
+    token, width = case["batch"] * local_length(case, ring) * case.dtype.itemsize, heads * case["depth"]
+    queries_outputs = token * (min(width, case["hidden"]) + width)
+    return attention.shared_traffic(ring, case["causal"], token * min(2 * width, case["hidden"]), queries_outputs)
 
 
 def narrow(case: pc.Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
