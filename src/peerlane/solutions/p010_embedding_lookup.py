@@ -94,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(512)
         const Wanted* wanted = reinterpret_cast<const Wanted*>(arena.local(area_of(q)));
         char* to = q == arena.rank ? args.out : arena.peer(q, args.came);
         const auto row_of = [&](u32 i) { return args.shard + u64(wanted[i].row) * args.row_bytes; };
-        copy_rows(Share{threadIdx.x, blockDim.x}, count, args.row_bytes, vectors, row_of, [&](u32 i) { return row_at(to, wanted[i].place); });
+        const auto place_of = [&](u32 i) { return row_at(to, wanted[i].place); };
+        copy_rows(Share{threadIdx.x, blockDim.x}, count, args.row_bytes, vectors, row_of, place_of);
     }
     peers.barrier(2 * gridDim.x + blockIdx.x, epoch);
     for (u32 q = 0; q < WORLD_SIZE; ++q) {
