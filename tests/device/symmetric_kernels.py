@@ -137,6 +137,11 @@ def by_operators(what: str, broken: int) -> Any:
             handle.barrier(channel=0)
         if what == "cat":
             out = torch.cat([peer[0] for peer in peers])
+        elif what == "replayed":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = torch.cat([peer[0] for peer in peers])
+            graph.replay()
         elif what == "indexed":
             out = after[0, torch.tensor([0, 5])]
         elif what == "tolist":

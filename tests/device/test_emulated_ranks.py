@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
+from peerlane.emulator.solution_run import run
 from peerlane.results.verdict import WrongResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
@@ -157,3 +159,46 @@ def test_a_grid_that_two_sms_do_not_hold_is_a_deadlock(tmp_path: Path, grid: int
     else:
         said = f"{outcome.failure} {outcome.findings}"
         assert "deadlock" in said and "have not started: only 32 are resident" in said
+
+
+WRITTEN_BY_HOSTS = """
+import torch
+from peerlane.device import Buffer, DeclaredKernel, Epochs, Flags, Pointer, group_of, per_group
+
+SOURCE = r'''
+#include <peerlane/comm.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void read_next(const __grid_constant__ Arena arena, const __grid_constant__ ReadNext args) {
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    peers.barrier(0, 2 * epoch);
+    args.out[threadIdx.x] = reinterpret_cast<const float*>(arena.peer((arena.rank + 1) % WORLD_SIZE, args.words))[threadIdx.x];
+    BEHIND
+}
+'''
+READ = DeclaredKernel("read_next", SOURCE, epochs=Epochs(), flags=Flags(), words=Buffer(), out=Pointer("float*"))
+
+
+@per_group
+def read(group):
+    return READ.bind(group, grid=1, block=32, sizes={"flags": 1, "words": 128})
+
+
+def solution(tensor):
+    launch, out = read(group_of()), torch.empty(32)
+    launch.tensor("words", (32,), torch.float32).copy_(tensor)
+    launch(out=out)
+    return out
+"""
+
+
+@pytest.mark.parametrize("behind", ["peers.barrier(0, 2 * epoch + 1);", ""])
+def test_what_hosts_write_into_an_arena_takes_part_in_races(tmp_path: Path, behind: str) -> None:
+    path = tmp_path / "1_written_cuda.py"
+    path.write_text(WRITTEN_BY_HOSTS.replace("BEHIND", behind))
+    given = [[(torch.full((32,), 2.0 * call + rank),) for rank in range(2)] for call in range(3)]
+    outcome = run(path, given)
+    assert outcome.failure is None and [[float(out[0]) for out in outs] for outs in outcome.outputs] == [[1, 0], [3, 2], [5, 4]]
+    assert {finding.kind for finding in outcome.findings} == (set() if behind else {"race", "wrong_result"})
+    assert behind or "copy_ of host code: 1_written_cuda.py:" in str(outcome.findings[0])

@@ -107,7 +107,7 @@ def of_operators(what: str, broken: int) -> list[Finding]:
     return findings(world.reports())
 
 
-READS, WRITES = ("cat", "indexed", "tolist"), ("copy_", "index_put_", "scatter_", "out=")
+READS, WRITES = ("cat", "replayed", "indexed", "tolist"), ("copy_", "index_put_", "scatter_", "out=")
 
 
 @pytest.mark.parametrize("what", [*READS, *WRITES, "beside"])
@@ -120,7 +120,7 @@ def test_operators_of_torch_behind_barriers_are_clean(what: str) -> None:
 def test_what_operators_of_torch_use_takes_part_in_races(what: str, broken: int) -> None:
     """Without a barrier, or with ranks that write the same columns."""
     told = [str(finding) for finding in of_operators(what, broken) if finding.kind == "race"]
-    name = {"indexed": "index", "out=": "add"}.get(what, what)
+    name = {"indexed": "index", "out=": "add", "replayed": "cat"}.get(what, what)
     assert any(f"{name} of host code: symmetric_kernels.py:" in text for text in told), told
 
 
