@@ -5,7 +5,7 @@ import pytest
 from device.judged import cases, judge, require_correct
 from device.twins import twin
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin
+from peerlane.device import DeclaredKernel, compile_cubin
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.solutions.families import row_parts
 
@@ -27,7 +27,7 @@ def test_four_ranks_exchange_rows(number: int, label: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", [row_parts.GATHER_ROWS, row_parts.ADD_ROWS], ids=lambda kernel: kernel.name)
-def test_the_kernels_compile(kernel: row_parts.DeclaredKernel) -> None:
+def test_the_kernels_compile(kernel: DeclaredKernel) -> None:
     compile_cubin(kernel.source, defines={"WORLD_SIZE": 8, "ROUNDS": row_parts.ROUNDS})
 
 
