@@ -177,6 +177,7 @@ def test_an_exchange_needs_every_step(call: Callable[..., torch.Tensor], lost: s
     module, kernel = kernels.get(call, (long_convolution, "HYENA_EXCHANGE"))
     if lost:
         monkeypatch.setattr(module, kernel, twin(getattr(module, kernel), lost, lost.partition(";")[2]))
+    given: Sequence[tuple[torch.Tensor, ...]]
     if call is turn_rows:
         given = [(torch.randn(1, 8, 2, 6).bfloat16(),) for _ in range(2)]
     elif call is send_arcs:
