@@ -1,4 +1,4 @@
-"""What operators of torch read and write of symmetric memory on emulated ranks, which takes part in races as what a kernel does.
+"""Accesses of torch's operators to symmetric memory on emulated ranks. They take part in races as those of kernels do.
 
 An operator is a kernel on its rank's stream. Views and shapes read nothing. Where an operator picks elements, those that it picks count.
 """
