@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device.host.declare import U32, BoundLaunches, DeclaredKernel, Epochs, LocalKernel, Pointer, layouts
+from peerlane.device.host.declare import MAX_EPOCH_BLOCKS, U32, BoundLaunches, DeclaredKernel, Epochs, LocalKernel, Pointer, layouts
 from peerlane.device.host.group import Group
 from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.errors import UsageError
+from peerlane.errors import LaunchError, UsageError
 
 
 @dataclass
@@ -54,6 +54,14 @@ def test_a_local_kernel_is_loaded_once_for_its_macros_alone(group: Group, loads:
     for kind in ("short", "long", "short"):
         PAIR.bind(group, grid=1, block=32, defines={"KIND": kind})
     assert loads.defines == [{"KIND": "short"}, {"KIND": "long"}], "its cubin is the same in groups of any size"
+
+
+def test_a_grid_has_an_epoch_for_each_block(group: Group, loads: Loads) -> None:
+    counted = DeclaredKernel("counted", "// source", epochs=Epochs())
+    counted.bind(group, grid=MAX_EPOCH_BLOCKS, block=32)
+    with pytest.raises(LaunchError, match=f"got {MAX_EPOCH_BLOCKS + 1} blocks: expected at most {MAX_EPOCH_BLOCKS}"):
+        counted.bind(group, grid=MAX_EPOCH_BLOCKS + 1, block=32)
+    PAIR.bind(group, grid=MAX_EPOCH_BLOCKS + 1, block=32)
 
 
 def test_a_launch_made_again_leaves_the_first_one_as_it_is(group: Group, loads: Loads) -> None:

@@ -46,14 +46,6 @@ def tied_on_one_rank(tokens: int, vocabulary: int) -> torch.Tensor:
     return logits
 
 
-def with_a_high_head(tokens: int, vocabulary: int) -> torch.Tensor:
-    """The first part of each rank's row is larger than the rest, which has much of the mass below the part's smallest numbers of weight."""
-    logits = normal(tokens, vocabulary)
-    for shard in logits.chunk(2, -1):
-        shard[:, : shard.shape[1] // 8] += 4
-    return logits
-
-
 @dataclass(frozen=True)
 class Filtered:
     """Logits of some ranks, and their filter."""
@@ -124,8 +116,6 @@ CASES = {
     "tiny": Filtered(lambda *shape: normal(*shape) * 2.0**-24, FP32, top_p=0.5),
     "tiny_bf16": Filtered(lambda *shape: normal(*shape) * 2.0**-24, BF16, top_p=0.5),
     "around_zero": Filtered(lambda *shape: normal(*shape).abs().neg(), BF16, top_p=0.7, ranks=3),
-    "long": Filtered(normal, BF16, top_p=0.5, tokens=3, shard=1048),
-    "long_with_a_high_head": Filtered(with_a_high_head, BF16, top_p=0.95, tokens=3, shard=1048),
     "repeated": Filtered(normal, BF16, 3, tokens=1, shard=8, calls=3),
     "no_filter": Filtered(lambda *shape: 100 * normal(*shape), BF16, ranks=3),
 }
@@ -157,9 +147,6 @@ TWINS = {
         "        const u32 own = team_.thread();",
     ),
     "masses of another base": ("around_zero", "one_base || !masses ? 1.0f", "true ? 1.0f"),
-    "what is left out has no mass": ("long", "rest * mass_of(least, base)", "0.0f"),
-    "what is left out counts": ("long", "if (own == 0) histogram.below(least) = of_head;", ""),
-    "too much is left out": ("long_with_a_high_head", "cut.range.low < ordered(least)", "false"),
     "an odd number of rounds": ("repeated", "if (used_ % 2) exchange(1);", ""),
     "one buffer": ("around_zero", "epoch_ + used_++)", "epoch_ + 2 * used_++)"),
     "teams share packets": ("around_zero", "(blockIdx.x * TEAMS + number) * round_packets", "blockIdx.x * TEAMS * round_packets"),

@@ -77,7 +77,7 @@ TWINS = [
         "char* const to = arena.local(plane_of(arena.rank, plane));",
     ),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
-    (80, "ragged_fp32", "        kit.all_reduce(v)\n", ""),
+    (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
     (85, "uneven_fp32", "args.first + min((begin", "min((begin"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
@@ -125,30 +125,12 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
     [
         (71, "three_taps_fp32", {"chunk": 40}),
         (71, "whole_chunk_bf16", {"chunk": 272}),
-        (87, "three_bf16", {"channels": 40, "columns": 72}),
-        (87, "thin_bf16", {"channels": 8, "columns": 6}),
         (78, "no_overlap_bf16", {"z": (1, 4, 2, 6, 8), "tile": (2, 4, 4), "overlaps": (0.25, 0.5), "upsample": (8, 2)}),
     ],
 )
 def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping[str, object]) -> None:
     case = case_of(number, label, 2)
     require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"),
-        ("value[0] += bias, value[1] += bias;", "value[0] += bias;"),
-    ],
-)
-def test_turned_rows_with_one_thing_wrong_are_refused(old: str, new: str, tmp_path: Path) -> None:
-    text, case = solutions.files()[87].read_text(), case_of(87, "three_bf16", 2)
-    assert text.count(old) == 1
-    file = tmp_path / solutions.files()[87].name
-    file.write_text(text.replace(old, new))
-    assert not judge(file, 87, replace(case, params={**case.params, "channels": 8, "columns": 8}), schedules=1).correct
 
 
 @pytest.fixture

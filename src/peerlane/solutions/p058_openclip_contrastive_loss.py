@@ -1,14 +1,12 @@
-"""Problem 58, a sigmoid contrastive loss against all ranks' texts: an all-gather, torch's products, and one kernel from logits to the loss.
+"""Problem 58, a sigmoid contrastive loss against all ranks' texts: an all-gather, cuBLAS's product, and one kernel from logits to the loss.
 
 The loss kernel reads the logits once, four loads of a lane at a time. The reference widens them to float32 and passes over them five times.
-Bound by the products at large sizes, where that with the rank's own texts hides the all-gather; by three launches at small ones. Terms are
-summed in the same order in every run."""
+Bound by the product at large sizes, by three launches at small ones. Terms are summed in the same order in every run."""
 
 import torch
 import torch.distributed as dist
 
 from peerlane.device import F32, U32, BoundKernel, Buffer, DeclaredKernel, Group, Pointer, communicator, element_type, group_of, per_group
-from peerlane.device.host.side_stream import side_stream
 
 SOURCE = r"""
 #include <peerlane/grid.cuh>
@@ -55,19 +53,18 @@ extern "C" __global__ void __launch_bounds__(512, 2)
     float total = 0.0f;
     for (u32 block = threadIdx.x; block < gridDim.x; block += blockDim.x) total += of_block[block];
     total = block_reduce(total, add, scratch);
-    if (threadIdx.x == 0) set_element<ELEMENT>(args.loss, 0, total / args.batch);
+    if (threadIdx.x == 0) set_element<ELEMENT>(args.loss, 0, total / args.rows);
 }
 """
 CONTRASTIVE_LOSS = DeclaredKernel(
     "contrastive_loss", SOURCE, sums=Buffer(), counter=Buffer(), logits=Pointer("const char*"), loss=Pointer(), rows=U32, columns=U32,
-    first=U32, batch=U32, scale=F32, bias=F32,
+    first=U32, scale=F32, bias=F32,
 )  # fmt: skip
 
 
 @per_group
-def contrastive_loss(group: Group, batch: int, dtype: torch.dtype, split: bool) -> BoundKernel:
-    """Computes the loss of one rank from its logits: (batch, W batch), or (W, batch, batch) if they are ``split`` by texts' ranks."""
-    rows, columns = (group.world_size * batch, batch) if split else (batch, group.world_size * batch)
+def contrastive_loss(group: Group, rows: int, dtype: torch.dtype) -> BoundKernel:
+    """Computes the loss of one rank from its logits (rows, W rows)."""
     grid = min(2 * group.sm_count, rows)
     return CONTRASTIVE_LOSS.bind(
         group,
@@ -76,14 +73,9 @@ def contrastive_loss(group: Group, batch: int, dtype: torch.dtype, split: bool) 
         defines={"ELEMENT": element_type(dtype)},
         sizes={"sums": 4 * grid, "counter": 4},
         rows=rows,
-        columns=columns,
-        first=(-batch if split else batch) * group.rank % 2**32,
-        batch=batch,
+        columns=rows * group.world_size,
+        first=rows * group.rank,
     )
-
-
-SPLIT = 2**21
-"""Numbers in a rank's texts from which on the product with its own ones is made while the others' come."""
 
 
 def solution(
@@ -93,21 +85,7 @@ def solution(
     logit_bias: float = 0.0,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    ranks, (batch, depth) = group_of(group), text_features.shape
-    split, loss = batch * depth >= SPLIT, image_features.new_empty(())
-    if split:
-        logits = image_features.new_empty((ranks.world_size, batch, batch))
-        side = side_stream(ranks, image_features.is_cuda)
-        side.follow()
-        with side():
-            texts = communicator(group).all_gather(text_features)
-            wait = side.behind()
-        torch.mm(image_features, text_features.t(), out=logits[ranks.rank])
-        wait()
-        for rank in range(ranks.world_size):
-            if rank != ranks.rank:
-                torch.mm(image_features, texts[rank].t(), out=logits[rank])
-    else:
-        logits = image_features @ communicator(group).all_gather(text_features).flatten(0, 1).t()
-    contrastive_loss(ranks, batch, logits.dtype, split)(logits=logits, loss=loss, scale=logit_scale, bias=logit_bias)
+    ranks, texts = group_of(group), communicator(group).all_gather(text_features).flatten(0, 1)
+    logits, loss = image_features @ texts.t(), image_features.new_empty(())
+    contrastive_loss(ranks, len(text_features), logits.dtype)(logits=logits, loss=loss, scale=logit_scale, bias=logit_bias)
     return loss

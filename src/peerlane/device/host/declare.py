@@ -32,11 +32,11 @@ from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_gr
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.roles import BlockNeeds, require_resident
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
-from peerlane.errors import EmulatedFault, UsageError
+from peerlane.errors import EmulatedFault, LaunchError, UsageError
 
 Key = TypeVar("Key", bound=Hashable)
 
-MAX_EPOCH_BLOCKS = 256  # of arena.cuh
+MAX_EPOCH_BLOCKS = 1024  # of arena.cuh
 PACKET_BYTES = 16  # of packet.cuh
 MAP_ALIGNMENT = 64  # of tensor maps, in C++; ctypes knows nothing of it
 
@@ -286,6 +286,8 @@ class Reserved:
         fields that do not change from call to call."""
         kernel, arena = self.kernel, self._arena
         arguments = kernel.arguments(**self._taken)
+        if grid > MAX_EPOCH_BLOCKS and any(isinstance(field, Epochs) for field in kernel.fields.values()):
+            raise LaunchError(f"kernel {kernel.name!r} got {grid} blocks: expected at most {MAX_EPOCH_BLOCKS}, which have an epoch each")
         loaded = self._load(_macros(kernel, self.group, defines or {}))
         if resident:
             attributes = loaded.attributes()

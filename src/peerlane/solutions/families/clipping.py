@@ -1,8 +1,7 @@
 """Lists of gradients scaled in place by their norm over ranks: one kernel, whatever the number of tensors and their dtypes.
 
-Every block sums the powers of its parts, one packet for each block and rank makes the norm, and the same block scales its parts from the
-last one back, as those read last still lie in L2. A block has 64 KiB on their way at once, which memory's latency asks for. Nothing is
-asked of the host.
+Every block sums the powers of its parts, one packet for each block and rank makes the norm, and the same block scales the same parts, as
+far as they still lie in L2. Nothing is asked of the host.
 """
 
 import ctypes
@@ -22,45 +21,26 @@ using namespace peerlane;
 struct Powers {
     float other, expert;
 };
-constexpr int together = 8;              // vectors of eight elements of a thread that are on their way at once
-constexpr u32 part_elements = 1u << 15;  // all of them of 512 threads
+constexpr u32 part_elements = 8192;
 
-template <class E, class Use>
-__device__ inline void each_vector(const char* part, u32 count, const Use& use) {
-    const u32 stride = blockDim.x * row_lanes;
-    for (u32 first = threadIdx.x * row_lanes; first < count; first += together * stride) {
-        float value[together][row_lanes];
-        load_together<E, together>(part, count, [&](int i, u32& row, u32& column) { row = 0, column = first + i * stride; }, value);
-        use(value, [&](int i, const float (&changed)[row_lanes]) {
-            if (const u32 column = first + i * stride; column < count) RowOf<E>(part, 0, count).store(column, changed);
-        });
-    }
-}
-
-// use(values, store, whether an expert's) for vectors of the block's parts of the tensors from this one on; a part is a run of one tensor.
-// Returns how many parts there are of all blocks. Backward, given those of all tensors, begins with what a pass forward has read last.
-template <bool backward, class Use>
-__device__ inline int each_part(const ClipGradients& args, u32 from, int total, const Use& use) {
-    const int block = blockIdx.x, step = gridDim.x;
-    int part = backward ? block + (total - 1 - block) / step * step : block, begin = backward ? total : 0;
-    for (u32 n = from; n < args.tensors; ++n) {
-        const u32 t = backward ? args.tensors - 1 - (n - from) : n;
+// Calls use(row, elements, whether an expert's) for every part of the block's; a part is a run of one tensor.
+template <class Use>
+__device__ inline void each_part(const ClipGradients& args, const Use& use) {
+    u32 part = blockIdx.x, begin = 0;
+    for (u32 t = 0; t < args.tensors; ++t) {
         const u64 elements = args.tagged_elements[t] / 4;
-        const u32 dtype = args.tagged_elements[t] % 4;
-        const int parts = (elements + part_elements - 1) / part_elements;
-        const auto with = [&](auto& values, const auto& store) { use(values, store, t >= args.experts_from); };
-        if (backward) begin -= parts;
-        for (; part >= begin && part < begin + parts; part += backward ? -step : step) {
+        const u32 dtype = args.tagged_elements[t] % 4, parts = u32((elements + part_elements - 1) / part_elements);
+        for (; part < begin + parts; part += gridDim.x) {
             const u64 first = u64(part - begin) * part_elements, left = elements - first;
             const u32 count = left < part_elements ? u32(left) : part_elements;
             const char* at = args.tensor[t] + first * (dtype == 0 ? 4 : 2);
-            if (dtype == 0) each_vector<Float32>(at, count, with);
-            else if (dtype == 1) each_vector<BFloat16>(at, count, with);
-            else each_vector<Float16>(at, count, with);
+            const bool expert = t >= args.experts_from;
+            if (dtype == 0) use(RowOf<Float32>(at, 0, count), count, expert);
+            else if (dtype == 1) use(RowOf<BFloat16>(at, 0, count), count, expert);
+            else use(RowOf<Float16>(at, 0, count), count, expert);
         }
-        if (!backward) begin += parts;
+        begin += parts;
     }
-    return begin;
 }
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -71,11 +51,12 @@ extern "C" __global__ void __launch_bounds__(512)
     const float p = args.norm_type;
 
     Powers own{};
-    const int parts = each_part<false>(args, 0, 0, [&](const auto& values, const auto&, bool expert) {
+    each_part(args, [&](const auto& row, u32 count, bool expert) {
         const float factor = expert ? args.expert_factor : 1.0f;
-        float sum = 0.0f;
-        for (const auto& vector : values) {
-            for (float v : vector) {
+        float sum = 0.0f, value[row_lanes];
+        for (u32 column = threadIdx.x * row_lanes; column < count; column += row_lanes * blockDim.x) {
+            row.load(column, value);
+            for (float v : value) {
                 const float size = fabsf(v * factor);
                 sum += p == 2.0f ? size * size : p == 1.0f || size == 0.0f ? size : powf(size, p);
             }
@@ -93,15 +74,15 @@ extern "C" __global__ void __launch_bounds__(512)
     const float norm = p == 2.0f ? sqrtf(sum) : p == 1.0f ? sum : powf(sum, 1.0f / p);
     if (blockIdx.x == 0 && threadIdx.x == 0) *args.norm = norm;
 
-    const bool clips = norm > args.max_norm;
-    const u32 from = clips ? 0 : args.expert_factor != 1.0f ? args.experts_from : args.tensors;
-    const float coefficient = clips ? args.max_norm / norm : 1.0f;
-    each_part<true>(args, from, parts, [&](auto& values, const auto& store, bool expert) {
+    const float coefficient = norm > args.max_norm ? args.max_norm / norm : 1.0f;
+    each_part(args, [&](const auto& row, u32 count, bool expert) {
         const float factor = expert ? args.expert_factor * coefficient : coefficient;
-#pragma unroll
-        for (int i = 0; i < together; ++i) {
-            for (float& v : values[i]) v *= factor;
-            store(i, values[i]);
+        if (!(norm > args.max_norm) && factor == 1.0f) return;
+        for (u32 column = threadIdx.x * row_lanes; column < count; column += row_lanes * blockDim.x) {
+            float value[row_lanes];
+            row.load(column, value);
+            for (float& v : value) v *= factor;
+            row.store(column, value);
         }
     });
 }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from peerlane.device import F32, U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, per_group
+from peerlane.device.host.declare import MAX_EPOCH_BLOCKS
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 
 SOURCE = r"""
@@ -223,7 +224,8 @@ class Passes:
             macros = {"INVERSE": int(inverse), "FIRST": int(first), "SHARE": share, "GIVEN": given, "TAKEN": taken}
             strides = {"READS": ",".join(map(str, reads)), "WRITES": ",".join(map(str, writes))}
             return reserved.bind(
-                grid=tiling.blocks * group.sm_count, block=tiling.threads, shared_bytes=tiling.shared_bytes, resident=first,
+                grid=min(MAX_EPOCH_BLOCKS, tiling.blocks * group.sm_count), block=tiling.threads,
+                shared_bytes=tiling.shared_bytes, resident=first,
                 defines={**tiling.defines(points), **macros, **strides}, twiddles=twiddles(group, points), **values,
             )  # fmt: skip
 

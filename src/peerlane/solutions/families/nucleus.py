@@ -30,12 +30,6 @@ extern "C" __global__ void __launch_bounds__(TEAMS * TEAM_THREADS)
     const Warps team{number * (TEAM_THREADS / warp_threads), TEAM_THREADS / warp_threads, 1 + number};
     TeamMemory& memory = reinterpret_cast<TeamMemory*>(ptx::dynamic_shared())[number];
     Rounds<WORLD_SIZE> rounds(arena, args.packets, first, epoch, team, memory.rounds);
-#if GRADIENT
-    // Half of the teams begin when the others have done their first search, so that some count while others write.
-    const bool in_turns = TEAMS > 1 && args.tokens >= 4 * TEAMS * gridDim.x, early = in_turns && number % 2 == 0;
-    bool told = false;
-    if (in_turns && !early) ptx::barrier_sync(1 + TEAMS, TEAMS * TEAM_THREADS);
-#endif
     for (u32 token = number * gridDim.x + blockIdx.x; token < args.tokens; token += gridDim.x * TEAMS) {
         const long long target = args.target[token] - static_cast<long long>(arena.rank) * args.columns;
         const ShardRow<ELEMENT> shard{args.logits + u64(token) * args.columns * ShardRow<ELEMENT>::bytes, args.columns, target};
@@ -49,33 +43,22 @@ extern "C" __global__ void __launch_bounds__(TEAMS * TEAM_THREADS)
         const bool has_nan = kept.mass != kept.mass;  // all of the token's results are NaN
         const bool has_target = (kept.target >= kept.threshold && kept.target > -infinity) || has_nan;
 #if GRADIENT
-        if (early && !told) ptx::barrier_arrive(1 + TEAMS, TEAMS * TEAM_THREADS), told = true;
-        // Four entries a thread, of which a warp writes whole sectors with each store. The target's is written again.
-        constexpr u32 lanes = 4;
-        const float weight = element_of<WEIGHT>(args.weight, token), factor = -weight / kept.mass;
-        const float floor = has_nan ? -infinity : kept.threshold;
-        float* const out = args.out + u64(token) * args.columns;
-        const bool vectors = aligned_for<Vec16>(out) && args.columns % lanes == 0;
-        shard.template each<lanes / ELEMENT::lanes>(team, [&](u32 column, const float (&value)[lanes]) {
+        constexpr u32 lanes = ShardRow<ELEMENT>::lanes;
+        const float weight = element_of<WEIGHT>(args.weight, token), factor = weight / kept.mass;
+        char* const out = reinterpret_cast<char*>(args.out + u64(token) * args.columns);
+        shard.each(team, [&](u32 column, const float (&value)[lanes]) {
             u32 words[lanes];
-#pragma unroll
             for (u32 e = 0; e < lanes; ++e) {
-                words[e] = __float_as_uint(value[e] < floor ? 0.0f : factor * fast_mass_of(value[e], kept.maximum));
+                const bool keeps = value[e] >= kept.threshold || has_nan;
+                const float hit = has_target && column + e == shard.target ? weight : 0.0f;
+                words[e] = __float_as_uint(hit - (keeps ? factor * fast_mass_of(value[e], kept.maximum) : 0.0f));
             }
-            if (vectors) store_vectors(reinterpret_cast<char*>(out + column), words);
-            else store_words(reinterpret_cast<char*>(out), 4ull * column, 4ull * args.columns, words);
+            store_words(out, 4ull * column, 4ull * args.columns, words);
         });
-        team.sync();
-        if (team.thread() == 0 && has_target && target >= 0 && target < args.columns) {
-            out[target] = weight + factor * fast_mass_of(kept.target, kept.maximum);
-        }
 #else
         if (team.thread() == 0) args.out[token] = has_target ? kept.target - kept.maximum - logf(kept.mass) : -infinity;
 #endif
     }
-#if GRADIENT
-    if (early && !told) ptx::barrier_arrive(1 + TEAMS, TEAMS * TEAM_THREADS);
-#endif
     rounds.close();
 }
 """
@@ -89,8 +72,8 @@ CANDIDATES = 4096
 """Numbers of a token among which the largest are sought."""
 ROUND_PACKETS, LONGEST_LIST, HISTOGRAM_BINS = 32, 93, 6144
 """The same numbers as in the headers."""
-SEARCH_ROUNDS = 11
-"""The most of a filter: one for a window that must be moved, two for one that leaves out too much, and two for each of four divisions."""
+SEARCH_ROUNDS = 9
+"""The most of a filter: one for a window that must be moved, and two for each of four divisions."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,7 @@ class Shape:
 
     def shared_bytes(self, kept: Filter, dtype: torch.dtype, world_size: int) -> int:
         """Returns the dynamic shared memory of a block."""
-        return 4 * self.teams * (3 * ROUND_PACKETS * (2 + world_size) + 100 + self.words(kept, dtype))
+        return 4 * self.teams * (3 * ROUND_PACKETS * (2 + world_size) + 68 + self.words(kept, dtype))
 
     def defines(self, kept: Filter, dtype: torch.dtype, weight: torch.dtype | None, world_size: int) -> dict[str, str | int]:
         """Returns the kernel's macros; ``weight`` is the dtype of a gradient's weights."""

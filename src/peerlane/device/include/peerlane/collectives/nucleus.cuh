@@ -85,8 +85,6 @@ struct ShardRow {
         }
     }
 
-    // `count` columns from `first` on, a multiple of `lanes`.
-    __device__ ShardRow part(u32 first, u32 count) const { return {data + u64(first) * bytes, count, -1}; }
     __device__ float target_logit() const {
         return target < 0 || target >= columns ? -infinity : element_of<E>(data, static_cast<u64>(target));
     }
@@ -107,7 +105,7 @@ constexpr u32 round_packets = 32, round_words = packet_words * round_packets;
 template <int W>
 struct alignas(sizeof(Vec16)) RoundMemory {
     float said[round_words], of_rank[W][round_words], sums[round_words];
-    float of_warp[32][3];
+    float of_warp[32][2];
     u32 count, equal;
 };
 

@@ -2,8 +2,7 @@
 // in which a sum reaches the goal is divided again, until it holds one number.
 //
 // The first bins are those of a window of bfloat16, a bin for each number. So a row of bfloat16 is read once; its probabilities are counts times
-// exp(number). Long ones are counted down to a floor, which the first part of a row tells; all that lies below is one sum. Where that was too much,
-// the search begins again without. Rows of float32 are read once more for every further division, and bins hold masses in fixed point. Sums of integers do not
+// exp(number). Rows of float32 are read once more for every further division, and bins hold masses in fixed point. Sums of integers do not
 // depend on the order of atomics.
 #pragma once
 
@@ -17,11 +16,7 @@ constexpr int smallest_magnitude = (127 - 17) << 7, window_top = ((127 + 7) << 7
 constexpr u32 histogram_bins = 2 * window_top + 2;
 constexpr float window_depth = 32.0f;  // nats below the largest logit: what lies there has no weight
 constexpr u32 bins_of_group = 68, bin_groups = (histogram_bins + bins_of_group - 1) / bins_of_group;
-static_assert(packet_words + bin_groups < round_words && bins_of_group <= round_words && bins_of_group % 4 == 0 && histogram_bins % 4 == 0);
-
-// Of a long row: the part that tells the floor, and how much of the part's mass shall lie at or above it.
-constexpr u32 head_parts = 16, long_row = 16;  // columns for each thread
-constexpr float certain_part = 0.97f;
+static_assert(packet_words + bin_groups <= round_words && bins_of_group <= round_words && bins_of_group % 4 == 0 && histogram_bins % 4 == 0);
 
 // Keys [low, high], the numbers of `ordered`, from the largest down.
 struct KeyRange {
@@ -71,9 +66,7 @@ struct Bins {
     // What stands for the numbers of a bin: the number, or nearly zero.
     template <class E>
     __device__ float number_of(u32 bin) const {
-        if (!window || unused_bits<E> != 16) return from_ordered<E>(of_bin(bin).high);
-        const int rank = top - static_cast<int>(bin);
-        return rank == 0 ? 0.0f : __uint_as_float(static_cast<u32>((rank < 0 ? -rank : rank) + smallest_magnitude) << 16 | (rank < 0 ? 1u << 31 : 0u));
+        return window && top == static_cast<int>(bin) ? 0.0f : from_ordered<E>(of_bin(bin).high);
     }
 };
 
@@ -117,27 +110,6 @@ class Histogram {
             }
         });
     }
-    // Of a row, those of at least a positive number, which is a bin's least: in a window of counts. `rest`: masses of all others, relative to
-    // exp(least). These are counted too, in the bin `below`, for that takes no branch and counts in one place are one access: a bin to be mended.
-    __device__ u32& below(float least) const { return memory_[bins_.in_window(least) + 1]; }
-    template <class Team>
-    __device__ void add_from(const Team& team, const ShardRow<E>& shard, float least, float& largest, bool& has_nan, float& rest) const {
-        constexpr float log2_e = 1.44269504f;
-        const int lowest = __float_as_uint(least), first = (bins_.top + smallest_magnitude) << 16;
-        const float shift = least * log2_e;
-        int top = lowest;  // positive numbers are ordered as integers, NaN behind infinity
-        shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
-#pragma unroll
-            for (u32 e = 0; e < ShardRow<E>::lanes; ++e) {
-                const int bits = __float_as_uint(value[e]);
-                top = max(top, bits);
-                atomicAdd_block(memory_ + (max(first - max(bits, lowest - (1 << 16)), 0) >> 16), 1u);
-                rest += bits >= lowest ? 0.0f : ptx::exp2(value[e] * log2_e - shift);
-            }
-        });
-        largest = fmaxf(largest, __uint_as_float(top));
-        has_nan |= __uint_as_float(top) != __uint_as_float(top) || rest != rest;
-    }
     // A count, or a mass relative to exp(maximum).
     __device__ float weight(u32 bin, float maximum) const {
         return counts() ? weight_of(bin, memory_[bin], 0, maximum) : weight_of(bin, memory_[2 * bin], memory_[2 * bin + 1], maximum);
@@ -146,7 +118,6 @@ class Histogram {
     __device__ float weight_of_four(u32 first, float maximum) const {
         const Vec16* const vectors = reinterpret_cast<const Vec16*>(memory_);
         const Vec16 lower = counts() ? vectors[first / 4] : vectors[first / 2], upper = counts() ? Vec16{} : vectors[first / 2 + 1];
-        if ((lower.word[0] | lower.word[1] | lower.word[2] | lower.word[3] | upper.word[0] | upper.word[1] | upper.word[2] | upper.word[3]) == 0) return 0.0f;
         float sum = 0.0f;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
@@ -161,7 +132,7 @@ class Histogram {
     __device__ float weight_of(u32 bin, u32 low, u32 high, float maximum) const {
         if ((low | high) == 0) return 0.0f;
         if (!masses) return float(low);
-        if (counts()) return float(low) * fast_mass_of(bins_.template number_of<E>(bin), maximum);
+        if (counts()) return float(low) * mass_of(bins_.template number_of<E>(bin), maximum);
         return (float(low) + float(1u << low_bits) * float(high)) * (1.0f / unit) * mass_of(base_of(bin), maximum);
     }
     // No number of the bin is larger, and none of the row is larger than `limit`.
@@ -228,11 +199,8 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
     const u32 own = team.thread(), warp = own / warp_threads;
-    const Cut nothing{infinity, -infinity, 0.0f, 0.0f, 0.0f, {0, ~0u}, false, false};
-    bool leaves_out = masses && !has_floor && unused_bits<E> == 16 && shard.columns >= long_row * team.size();
-    const float part = goal;
     Bins bins = Bins::window_from(window_top);
-    Cut cut = nothing;
+    Cut cut{infinity, -infinity, 0.0f, 0.0f, 0.0f, {0, ~0u}, false, false};
     // memory.sums gets the ranks' numbers from memory.of_rank's `at` on, zero behind `count`. Masses may be relative to each rank's own largest.
     const auto sum_ranks = [&](u32 count, u32 at, bool one_base) {
         for (u32 i = own; i < round_words; i += team.size()) {
@@ -244,87 +212,50 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
         }
         team.sync();
     };
-    // Of the team's row: the largest number, whether there is a NaN, and a sum. The team meets.
-    const auto of_team = [&](float& largest, bool& has_nan, float& sum) {
-        largest = warp_max(largest), sum = warp_sum(sum);
-        has_nan = __any_sync(0xffffffffu, has_nan);
-        if (Warp{}.thread() == 0) {
-            memory.of_warp[warp][0] = largest, memory.of_warp[warp][1] = has_nan ? 1.0f : 0.0f, memory.of_warp[warp][2] = sum;
-        }
-        team.sync();
-        largest = -infinity, sum = 0.0f;
-        for (u32 w = 0; w < team.count; ++w) {
-            largest = fmaxf(largest, memory.of_warp[w][0]), has_nan |= memory.of_warp[w][1] > 0.0f, sum += memory.of_warp[w][2];
-        }
-    };
     for (bool first = true; true;) {
         const Histogram<E, masses> histogram(bins_memory, bins, cut.maximum);
         histogram.clear(team);
         team.sync();
-        float largest = -infinity, rest = 0.0f, least = 0.0f;  // `rest` lies below `least`
-        u32 of_head = 0;
+        float largest = -infinity;
         bool has_nan = false;
-        const auto sum_groups = [&](float* sums, float base) {  // four lanes add up a group
-            for (u32 i = own; i < round_up(4 * bin_groups); i += team.size()) {
-                float sum = 0.0f;
-                for (u32 four = i % 4; four < bins_of_group / 4; four += 4) {
-                    const u32 bin = i / 4 * bins_of_group + 4 * four;
-                    if (bin < histogram_bins) sum += histogram.weight_of_four(bin, base);
-                }
-                sum = warp_sum<4>(sum);
-                if (i / 4 + 1 == bin_groups && least > 0.0f) sum += rest * mass_of(least, base);
-                if (i % 4 == 0 && i < 4 * bin_groups) sums[i / 4] = sum;
-            }
-        };
-        const u32 head = leaves_out ? shard.columns / head_parts / ShardRow<E>::lanes * ShardRow<E>::lanes : 0;
-        if constexpr (masses && !has_floor && unused_bits<E> == 16) {
-            if (leaves_out) {
-                histogram.template add<true, false>(team, shard.part(0, head), floor, largest, has_nan);
-                of_team(largest, has_nan, rest);
-                sum_groups(memory.sums, largest > -infinity ? largest : 0.0f);
-                for (u32 i = bin_groups + own; i < round_words; i += team.size()) memory.sums[i] = 0.0f;
-                team.sync();
-                float total = 0.0f;
-                for (u32 i = Warp{}.thread(); i < round_words; i += warp_threads) total += memory.sums[i];
-                total = warp_sum(total);
-                const u32 group = first_reaching(memory.sums, certain_part * total).index, last = (group + 1) * bins_of_group - 1;
-                const u32 key = bins.of_bin(min(last, histogram_bins - 1)).low;
-                if (total > 0.0f && key >> 31) least = from_ordered<E>(key), of_head = histogram.below(least);
-                team.sync();
-            }
+        if (bins.window) histogram.template add<true, has_floor>(team, shard, floor, largest, has_nan);
+        else histogram.template add<false, has_floor>(team, shard, floor, largest, has_nan);
+        if (first) {
+            largest = warp_max(largest);
+            has_nan = __any_sync(0xffffffffu, has_nan);
+            if (Warp{}.thread() == 0) memory.of_warp[warp][0] = largest, memory.of_warp[warp][1] = has_nan ? 1.0f : 0.0f;
         }
-        const ShardRow<E> tail = shard.part(head, shard.columns - head);
-        if (least > 0.0f) histogram.add_from(team, tail, least, largest, has_nan, rest);
-        else if (bins.window) histogram.template add<true, has_floor>(team, tail, floor, largest, has_nan);
-        else histogram.template add<false, has_floor>(team, tail, floor, largest, has_nan);
+        team.sync();
         float base = cut.maximum;
         if (first) {
-            of_team(largest, has_nan, rest);
-            base = largest;
-            if (least > 0.0f) {
-                if (own == 0) histogram.below(least) = of_head;
-                team.sync();
-            }
-            if (own == 0) memory.said[0] = base, memory.said[1] = shard.target_logit(), memory.said[2] = has_nan ? 1.0f : 0.0f;
-        } else {
-            team.sync();
+            float any = 0.0f;
+            base = -infinity;
+            for (u32 w = 0; w < team.count; ++w) base = fmaxf(base, memory.of_warp[w][0]), any = fmaxf(any, memory.of_warp[w][1]);
+            if (own == 0) memory.said[0] = base, memory.said[1] = shard.target_logit(), memory.said[2] = any;
         }
-        sum_groups(memory.said + packet_words, base > -infinity ? base : 0.0f);
-        for (u32 i = packet_words + bin_groups + own; i < round_words; i += team.size()) memory.said[i] = least;
+        base = base > -infinity ? base : 0.0f;
+        for (u32 i = own; i < round_up(4 * bin_groups); i += team.size()) {  // four lanes add up a group
+            float sum = 0.0f;
+            for (u32 four = i % 4; four < bins_of_group / 4; four += 4) {
+                const u32 bin = i / 4 * bins_of_group + 4 * four;
+                if (bin < histogram_bins) sum += histogram.weight_of_four(bin, base);
+            }
+            sum = warp_sum<4>(sum);
+            if (i % 4 == 0 && i < 4 * bin_groups) memory.said[packet_words + i / 4] = sum;
+        }
         rounds.exchange(round_packets);
         if (first) {
             cut.maximum = -infinity;
             for (u32 q = 0; q < W; ++q) {
                 cut.maximum = fmaxf(cut.maximum, memory.of_rank[q][0]), cut.target = fmaxf(cut.target, memory.of_rank[q][1]);
                 cut.has_nan |= memory.of_rank[q][2] > 0.0f;
-                if (leaves_out) least = fmaxf(least, memory.of_rank[q][packet_words + bin_groups]);
             }
             if (cut.has_nan) return cut;
         }
         if (first && cut.maximum > -infinity &&
             (Bins::rank_of(cut.maximum) > window_top || Bins::rank_of(cut.maximum - window_depth) < -window_top)) {
             bins = Bins::window_from(Bins::rank_of(cut.maximum));
-            first = leaves_out = false;
+            first = false;
             continue;
         }
         sum_ranks(bin_groups, packet_words, !first);
@@ -343,18 +274,14 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
         const Place place = first_reaching(memory.sums, goal - cut.before - group.before);
         const u32 bin = group.index * bins_of_group + place.index;
         cut.before += group.before + place.before, cut.here = place.here, cut.range = bins.of_bin(bin);
-        if (leaves_out && least > 0.0f && cut.range.low < ordered(least)) {  // some rank has not counted all of these
-            cut = nothing, goal = part, leaves_out = false;
-            continue;
-        }
         cut.whole = masses && bins.window && bin + 1 >= histogram_bins;
         if (cut.whole || cut.range.low >> unused_bits<E> == cut.range.high >> unused_bits<E>) return cut;
         bins = Bins::divided(cut.range);
-        first = leaves_out = false;
+        first = false;
     }
 }
 
-// Rounds: one, and up to eleven for each filter.
+// Rounds: one, and up to nine for each filter.
 template <bool has_top_k, bool has_top_p, class E, int W>
 __device__ inline KeptLogits search_kept(Rounds<W>& rounds, const ShardRow<E>& shard, u32 top_k, float top_p, u32* bins_memory) {
     float floor = -infinity;

@@ -172,7 +172,7 @@ __device__ inline bool reached(u32 seen, u32 expected) { return static_cast<int>
 
 // ---- epochs --------------------------------------------------------------------------------------------------------------------------
 
-constexpr int max_epoch_blocks = 256;
+constexpr int max_epoch_blocks = 1024;
 constexpr u32 first_epoch = 2;
 
 // The number of this launch among all launches that use `counters` (u32[max_epoch_blocks], local, zero at first), and the advance to the
