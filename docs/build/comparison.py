@@ -145,10 +145,9 @@ def _share(least_us: float | None, result: Result) -> str:
 
 
 def _share_of(least_us: float | None, result: Result) -> float | None:
-    """Returns this time over the kernel's, in its faster mode."""
-    times = [speed.candidate_us.median for speed in result.speeds if not speed.copies_matter]
-    times = times or [speed.candidate_us.median for speed in result.speeds]
-    return least_us / min(times) if least_us is not None and times else None
+    """Returns this time over the kernel's, in its faster mode; None where copies are too much of that time."""
+    fastest = min(result.speeds, key=lambda speed: speed.candidate_us.median, default=None)
+    return None if least_us is None or fastest is None or fastest.copies_matter else least_us / fastest.candidate_us.median
 
 
 def _gaps(results: Sequence[Result]) -> list[str]:

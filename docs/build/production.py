@@ -17,6 +17,8 @@ from peerlane.results.result import Result
 
 CHANGED = 1.1
 """times as fast as before, from which a kernel is listed"""
+EARLIER = " (version 1)"
+"""Behind a time by the earlier version of the timing protocol."""
 SLOWER = 0.95
 """A speedup below this is explained."""
 
@@ -36,10 +38,11 @@ def production_section(path: Path) -> str:
     if not path.is_file():
         return NO_RUN
     every = [result for result in read_results(path) if result.timing_protocol != "kittens"]
-    results, libraries = last_right(every), path.with_name("libraries.jsonl")
+    results, libraries = last_of_newest_protocol(every), path.with_name("libraries.jsonl")
     rivals, measured = read_results(libraries) if libraries.is_file() else [], path.with_name("ceilings.json")
     ceilings = Ceilings.from_json(json.loads(measured.read_text(encoding="utf-8"))) if measured.is_file() else None
-    parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
+    parts = [*summary(results), *_wrong(results), *_left_out(every, results), ""]
+    parts += [comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
     parts += [*algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
     return "\n".join(parts).rstrip()
 
@@ -77,7 +80,9 @@ def changes_lines(results: Sequence[Result]) -> list[str]:
 
 
 def changes_table(results: Sequence[Result]) -> str:
-    """Returns a row for each problem whose last correct run is quicker than its first, in its first mode of the two; "" without any."""
+    """Returns a row for each problem whose last correct run is quicker than its first, in its first mode of the two; "" without any.
+
+    The first one is of the last one's version of the timing protocol, if there are two such runs; else the row is marked."""
     rows = []
     questions: dict[tuple[object, ...], list[Result]] = {}
     for result in sorted(results, key=lambda item: item.problem.id):
@@ -85,12 +90,14 @@ def changes_table(results: Sequence[Result]) -> str:
             questions.setdefault((result.problem.id, result.preset, result.world_size, result.node), []).append(result)
     for runs in questions.values():
         for mode in MODES:
-            speeds = [speed for item in runs if (speed := item.speed_in(mode)) is not None and not speed.copies_matter]
-            if len(speeds) < 2 or (ratio := speeds[0].candidate_us.median / speeds[-1].candidate_us.median) < CHANGED:
+            timed = [(item.timing_protocol, speed) for item in runs if (speed := item.speed_in(mode)) and not speed.copies_matter]
+            alike = [pair for pair in timed if pair[0] == timed[-1][0]]
+            first, mark = (alike[0][1], "") if len(alike) > 1 else (timed[0][1], EARLIER) if len(timed) > 1 else (None, "")
+            if first is None or (ratio := first.candidate_us.median / timed[-1][1].candidate_us.median) < CHANGED:
                 continue
-            last = speeds[-1]
-            times = map(microseconds, (last.reference_us, speeds[0].candidate_us, last.candidate_us))
-            rows.append((f"{runs[0].problem.id} {runs[0].problem.slug}", mode, *times, f"{ratio:.2f}"))
+            last = timed[-1][1]
+            reference, before, now = map(microseconds, (last.reference_us, first.candidate_us, last.candidate_us))
+            rows.append((f"{runs[0].problem.id} {runs[0].problem.slug}", mode, reference, before + mark, now, f"{ratio:.2f}"))
             break
     names = ("problem", "mode", "reference", "kernel before", "kernel now", "times as fast")
     columns = {name: itemgetter(place) for place, name in enumerate(names)}
@@ -106,6 +113,17 @@ def slower_lines(results: Sequence[Result]) -> list[str]:
             why = REASONS.get(result.node.kind, {}).get(result.problem.id, "not known yet")
             lines.append(f"* {result.problem.id} {result.problem.slug}: {', '.join(slow)}. Reason: {why.rstrip('.')}.")
     return [f"Slower than {SLOWER:g} times the reference:", "", *lines] if lines else []
+
+
+def last_of_newest_protocol(results: Sequence[Result]) -> list[Result]:
+    """Returns the last correct results, of the newest version of the timing protocol among them: two versions are in no mean."""
+    newest = max(int(result.timing_protocol) for result in results if result.timing_protocol != "kittens")
+    return last_right(result for result in results if result.timing_protocol == newest)
+
+
+def _left_out(every: Sequence[Result], results: Sequence[Result]) -> list[str]:
+    numbers = sorted({result.problem.id for result in every} - {result.problem.id for result in results})
+    return [f"* timed by an earlier version of the protocol only: {', '.join(map(str, numbers))}."] if numbers else []
 
 
 def _wrong(results: Sequence[Result]) -> list[str]:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import geometric_mean
 
-from peerlane.results.reader import last_right, read_results
+from docs.build.production import last_of_newest_protocol
+from peerlane.results.reader import read_results
 from peerlane.results.result import Result
 
 PAGES = ("README.md", "docs/compare.md", "docs/science.md", "docs/published-kernels.md", "docs/migrate", "docs/device")
@@ -15,7 +16,7 @@ _BY_HAND = re.compile(r"\b\d[\d.,]* times\b|\d ?%|\b\d+ of (?:the )?\d+ (?:\w+ )
 
 def headline(path: Path) -> str:
     """Returns how many kernels are right and faster than the reference at the sizes of real models, with the node and the day."""
-    results = last_right(read_results(path))
+    results = last_of_newest_protocol(read_results(path))
     speeds = [speed for result in results if (speed := result.speed_in("graph")) is not None]
     sure = [speed.speedup.median for speed in speeds if not speed.copies_matter]
     right = {result.problem.id for result in results if result.correct}
@@ -32,7 +33,7 @@ def headline(path: Path) -> str:
 
 def below_half(path: Path) -> str:
     """Returns how many references and kernels need more than twice the bound, by the faster of their launch modes."""
-    shares = [share for result in last_right(read_results(path)) if (share := _shares(result)) is not None]
+    shares = [share for result in last_of_newest_protocol(read_results(path)) if (share := _shares(result)) is not None]
     reference, kernel = (sum(share[side] < 0.5 for share in shares) for side in (0, 1))
     return f"Less than half of the bound: {reference} of {len(shares)} references, {kernel} of {len(shares)} kernels of the kit.\n"
 
