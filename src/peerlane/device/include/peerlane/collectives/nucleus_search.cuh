@@ -243,6 +243,7 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
             sum = warp_sum<4>(sum);
             if (i % 4 == 0 && i < 4 * bin_groups) memory.said[packet_words + i / 4] = sum;
         }
+        for (u32 i = packet_words + bin_groups + own; i < round_words; i += team.size()) memory.said[i] = 0.0f;
         rounds.exchange(round_packets);
         if (first) {
             cut.maximum = -infinity;
