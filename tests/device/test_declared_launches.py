@@ -56,12 +56,14 @@ def test_a_local_kernel_is_loaded_once_for_its_macros_alone(group: Group, loads:
     assert loads.defines == [{"KIND": "short"}, {"KIND": "long"}], "its cubin is the same in groups of any size"
 
 
-def test_a_grid_has_an_epoch_for_each_block(group: Group, loads: Loads) -> None:
+def test_a_grid_has_an_epoch_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: Group = EmulatedRanks(1).groups({"all": [[0]]})[0]["all"]
+    monkeypatch.setattr(alone, "kernel", Loads())
     counted = DeclaredKernel("counted", "// source", epochs=Epochs())
-    counted.bind(group, grid=MAX_EPOCH_BLOCKS, block=32)
+    counted.bind(alone, grid=MAX_EPOCH_BLOCKS, block=32)
+    PAIR.bind(alone, grid=MAX_EPOCH_BLOCKS + 1, block=32)
     with pytest.raises(LaunchError, match=f"got {MAX_EPOCH_BLOCKS + 1} blocks: expected at most {MAX_EPOCH_BLOCKS}"):
-        counted.bind(group, grid=MAX_EPOCH_BLOCKS + 1, block=32)
-    PAIR.bind(group, grid=MAX_EPOCH_BLOCKS + 1, block=32)
+        counted.bind(alone, grid=MAX_EPOCH_BLOCKS + 1, block=32)
 
 
 def test_a_launch_made_again_leaves_the_first_one_as_it_is(group: Group, loads: Loads) -> None:
