@@ -142,7 +142,7 @@ def new_kernel() -> DeclaredKernel:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_of_new_files_and_rows_compile(arch: str) -> None:
-    types = dict.fromkeys(("X_TYPE", "WEIGHT_TYPE", "Y_TYPE"), "BFloat16")
+    types = {**dict.fromkeys(("X_TYPE", "WEIGHT_TYPE", "Y_TYPE"), "BFloat16"), "VECTORS": 2, "TOGETHER": 1}
     for kernel, defines in ((new_kernel(), {}), (p018_tp_rms_norm.RMS_NORM, types)):
         image = compile_cubin(kernel.source, defines={"WORLD_SIZE": 4, **defines}, arch=arch).path.read_bytes()
         assert kernel.name.encode() in image

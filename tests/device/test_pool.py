@@ -170,7 +170,7 @@ def test_a_report_tells_bytes_and_who_has_them() -> None:
     assert "arenas by lists: 0.0 MiB reserved in 1 allocations" in text and text.splitlines()[1].endswith("gemm")
 
 
-def test_words_that_host_and_device_share_lie_on_the_host_for_any_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_words_lie_on_the_host_for_any_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **rest: zeros(*shape, **rest))
     with torch.device("meta"):

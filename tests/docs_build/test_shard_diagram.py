@@ -31,10 +31,10 @@ def texts(picture: ET.Element) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "needs"),
     [
-        (1, [ALL] * 4), (3, [{0}] * 4), (4, [ALL, {1}, {2}, {3}]), (54, [{0}, {0, 1}, {0, 1, 2}, ALL]), (60, [ALL] * 4), (64, [ALL] * 4),
+        (1, [ALL] * 4), (3, [{0}] * 4), (4, [ALL, {1}, {2}, {3}]), (54, [ALL] * 4), (60, [ALL] * 4), (64, [ALL] * 4),
         (70, [ALL] * 4), (74, [{0, 1}, {0, 1}, ALL, ALL]), (87, [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]),
     ],
-    ids=("all_reduce", "broadcast", "reduce", "causal", "complex", "graph", "integers", "as_costs_say", "halo"),
+    ids=("all_reduce", "broadcast", "reduce", "shared_work", "complex", "graph", "integers", "as_costs_say", "halo"),
 )  # fmt: skip
 def test_needs_are_those_of_the_operation(number: int, needs: list[set[int]]) -> None:
     assert list(dependence(number).needs) == needs

@@ -308,7 +308,7 @@ def synchronize(peers: list[Peer]) -> None:
 
 
 def probe_places(report: Report, devices: int) -> None:
-    """What GPU 0 does in its own memory, and reads of the next GPU's."""
+    """Measures GPU 0 in its own memory, and its reads of the next GPU's."""
     torch.cuda.set_device(0)
     table = torch.zeros(PLACES_BYTES, dtype=torch.uint8, device="cuda")
     tables = {"": table}

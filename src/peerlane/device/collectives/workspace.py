@@ -4,12 +4,12 @@ import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
-from peerlane.device.host.declare import MAX_EPOCH_BLOCKS
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.errors import UsageError
 
 # Mirrored from the headers.
+MAX_EPOCH_BLOCKS = 256
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 12
 WARP_THREADS = 32
 

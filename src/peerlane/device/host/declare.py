@@ -36,7 +36,8 @@ from peerlane.errors import EmulatedFault, LaunchError, UsageError
 
 Key = TypeVar("Key", bound=Hashable)
 
-MAX_EPOCH_BLOCKS = 1024  # of arena.cuh
+MAX_EPOCH_BLOCKS = 1024
+"""The macro of a kernel with ``Epochs``; 256 without it, as arena.cuh says."""
 PACKET_BYTES = 16  # of packet.cuh
 MAP_ALIGNMENT = 64  # of tensor maps, in C++; ctypes knows nothing of it
 
@@ -333,6 +334,8 @@ def compile_ahead(group: Group, kernels: Sequence[tuple[DeclaredKernel, Mapping[
 def _macros(kernel: DeclaredKernel, group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
     if short := [name for name in defines if len(name) == 1]:
         raise UsageError(f"macro {short[0]!r} would replace names in the kit's headers; expected a longer one, such as X_TYPE")
+    if any(isinstance(field, Epochs) for field in kernel.fields.values()):
+        defines = {"MAX_EPOCH_BLOCKS": MAX_EPOCH_BLOCKS, **defines}
     return {**defines} if isinstance(kernel, LocalKernel) else {"WORLD_SIZE": group.world_size, **defines}
 
 

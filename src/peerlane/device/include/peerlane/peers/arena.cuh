@@ -172,7 +172,10 @@ __device__ inline bool reached(u32 seen, u32 expected) { return static_cast<int>
 
 // ---- epochs --------------------------------------------------------------------------------------------------------------------------
 
-constexpr int max_epoch_blocks = 1024;
+#ifndef MAX_EPOCH_BLOCKS
+#define MAX_EPOCH_BLOCKS 256
+#endif
+constexpr int max_epoch_blocks = MAX_EPOCH_BLOCKS;
 constexpr u32 first_epoch = 2;
 
 // The number of this launch among all launches that use `counters` (u32[max_epoch_blocks], local, zero at first), and the advance to the
