@@ -182,10 +182,10 @@ def _shared_heads(case: pc.Case, rank: int) -> pc.Steps:
     shard = case["batch"] * local_length(case, ring) * case["heads"] * case["depth"] * case.dtype.itemsize
     moved, averaged = shard * (ring - 1) / ring, (replicas > 1) * 3 * shard
     return (
-        pc.step("q, k, v and dout, to the ranks of their heads", hbm=4 * shard + least.hbm_bytes / 2, link=4 * moved, barriers=1),
+        pc.step("inputs, to their heads' ranks", hbm=4 * shard + least.hbm_bytes / 2, link=4 * moved, barriers=1),
         pc.step("gradients of a rank's heads", hbm=7 * shard, flops=least.flops),
         pc.step("mean over replicas", hbm=averaged, link=pc.traffic.all_reduce(averaged, replicas), barriers=2 * (replicas > 1)),
-        pc.step("gradients, to the ranks of their tokens", hbm=6 * shard, link=3 * moved, barriers=1),
+        pc.step("gradients, to their tokens' ranks", hbm=6 * shard, link=3 * moved, barriers=1),
     )
 
 
