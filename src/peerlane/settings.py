@@ -297,7 +297,8 @@ class Deadlines:
     quiet: float = 5.0
     """for one call at rest, if its ranks make no progress: no page fault, no read or write, no wait that ends. Only evaluations with a time
     limit have it, and at least a twelfth of that limit: such a call could not be repeated often enough"""
-    exit: float = 5.0
+    exit: float = 20.0
+    """until the ranks have ended by themselves, after all calls"""
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""
 

@@ -314,7 +314,7 @@ def probe_places(report: Report, devices: int) -> None:
     tables = {"": table}
     if devices > 1:
         tables["peer_"] = torch.zeros(PLACES_BYTES, dtype=torch.uint8, device="cuda:1")
-        table[:16].copy_(tables["peer_"][:16])  # opens peer access
+        tables["peer_"][:16].copy_(table[:16])  # PyTorch opens the source's access to the target
     for where, memory in tables.items():
         for row in ROW_BYTES:
             report.attempt(f"{where}read_rows_{row}b_tbps", places_per_us, "read_rows", memory, 16, row // 16, 16e-6)

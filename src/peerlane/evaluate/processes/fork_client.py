@@ -46,6 +46,8 @@ def fork_server_environment(device: str) -> dict[str, str]:
     environment = multicast_environment() | {
         "OMP_NUM_THREADS": "1",  # the fork server must have one thread when it forks
         "OPENBLAS_NUM_THREADS": "1",
+        # With more, torch.compile starts a process for each core in every rank, and ranks end only after them, seconds later.
+        "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
         "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
     }
