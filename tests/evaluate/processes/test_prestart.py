@@ -180,3 +180,10 @@ def test_one_whose_supervisor_dies_before_it_is_awaited_clears_up(is_up: bool, s
     assert fork_server._process.wait(60) == 0
     assert list(scratch.iterdir()) == []
     fork_server.close()
+
+
+def test_ranks_compile_in_their_own_process_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    assert fork_server_environment("cpu")["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    assert fork_server_environment("cpu")["TORCHINDUCTOR_COMPILE_THREADS"] == "4"
