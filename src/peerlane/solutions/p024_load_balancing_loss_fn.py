@@ -43,8 +43,6 @@ extern "C" __global__ void __launch_bounds__(512)
     const u32 count = 2 * EXPERTS + 1, warps = blockDim.x / warp_threads;
     float* const of_warps = reinterpret_cast<float*>(ptx::dynamic_shared());
     float* const sums = of_warps + threadIdx.x / warp_threads * count;
-    for (u32 i = threadIdx.x; i < warps * count; i += blockDim.x) of_warps[i] = 0.0f;
-    __syncthreads();
     // LANES lanes hold the logits of a token, so a warp has several tokens at a time. A lane sums what all its tokens have of its experts.
     constexpr u32 together = warp_threads / LANES, vectors = (EXPERTS + row_lanes * LANES - 1) / (row_lanes * LANES);
     const u32 member = lane % LANES, rows = args.layers * args.tokens;
@@ -82,12 +80,20 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         weights += weight;
     });
-    for (u32 i = 0; i < together; ++i) {  // one after the other, so that sums have the same bits in every call
-        if (lane / LANES == i) {
-            each([&](u32 expert, u32 v, u32 e) { sums[expert] += probability[v][e], sums[EXPERTS + expert] += chosen[v][e]; });
-            if (member == 0) sums[2 * EXPERTS] += weights;
-        }
-        __syncwarp();
+    const auto of_members = [](float x) {  // in one order, so that sums have the same bits in every call
+#pragma unroll
+        for (u32 offset = LANES; offset < warp_threads; offset *= 2) x += __shfl_xor_sync(full_warp, x, offset);
+        return x;
+    };
+#pragma unroll
+    for (u32 v = 0; v < vectors; ++v) {
+#pragma unroll
+        for (u32 e = 0; e < row_lanes; ++e) probability[v][e] = of_members(probability[v][e]), chosen[v][e] = of_members(chosen[v][e]);
+    }
+    weights = of_members(weights);
+    if (lane < LANES) {
+        each([&](u32 expert, u32 v, u32 e) { sums[expert] = probability[v][e], sums[EXPERTS + expert] = chosen[v][e]; });
+        if (lane == 0) sums[2 * EXPERTS] = weights;
     }
     __syncthreads();
     float* partial = reinterpret_cast<float*>(arena.local(args.partial));
@@ -97,10 +103,16 @@ extern "C" __global__ void __launch_bounds__(512)
         partial[blockIdx.x * count + i] = total;
     }
     if (!last_block(reinterpret_cast<u32*>(arena.local(args.arrived)), gridDim.x)) return;
-    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+    const u32 slices = max(1u, min(warps, blockDim.x / count));  // of the blocks: several threads share an entry
+    for (u32 i = threadIdx.x; i < slices * count; i += blockDim.x) {
         float total = 0.0f;
-        for (u32 block = 0; block < gridDim.x; ++block) total += partial[block * count + i];
+#pragma unroll 8
+        for (u32 block = i / count; block < gridDim.x; block += slices) total += partial[block * count + i % count];
         of_warps[i] = total;
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        for (u32 slice = 1; slice < slices; ++slice) of_warps[i] += of_warps[slice * count + i];
     }
     __syncthreads();
     if (threadIdx.x >= warp_threads) return;
