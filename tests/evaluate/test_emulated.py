@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import peerlane as pl
 from command_line import Peerlane
 from peerlane import problems
+from peerlane.emulator.solution_run import run
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
 from peerlane.problems.scaffolds import scaffold
 from peerlane.results.verdict import BuildError, CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
@@ -150,6 +152,75 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
     assert f".py:{reads}" in result.feedback()
 
 
+CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
+ADDED, ADD_BARRIER = (CORPUS / "7_a05_atomics_cuda.py").read_text(encoding="utf-8"), "    announce_and_wait(arena, flags, 2 * epoch);"
+LAST_COPY = "    copy_bytes(block, args.y, arena.local(args.landing), WORLD_SIZE * args.bytes);\n"
+LIST = """    __shared__ u32 count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    if (threadIdx.x < WORLD_SIZE) args.order[atomicAdd(&count, 1u)] = threadIdx.x;
+    __syncthreads();
+    for (u32 k = 0; k < WORLD_SIZE; ++k) {
+        const u64 at = args.order[k] * args.bytes;
+        copy_bytes(block, args.y + at, arena.local(args.landing + at), args.bytes);
+    }
+"""
+LISTED = (
+    GATHER.replace(LAST_COPY, LIST)
+    .replace("y=Pointer(), bytes=U64", 'y=Pointer(), order=Pointer("u32*"), bytes=U64')
+    .replace("(x=x, y=y)", "(x=x, y=y, order=torch.zeros(group.world_size, dtype=torch.int32))")
+)
+BEHIND_LIST = "    __syncthreads();\n    for (u32 k"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_order_of_atomics_is_free_if_every_order_is_right(world_size: int) -> None:
+    """Of a list that they make, or of the floats that they add. A twin has a race, or takes the order of the list for that of ranks."""
+    assert ADD_BARRIER in ADDED and BEHIND_LIST in LISTED
+    with pl.Evaluator(world_size, "emulated", presets=("small",), modes=()) as evaluator:
+        listed, added = evaluator.evaluate(2, LISTED, name="2_listed_cuda"), evaluator.evaluate(7, ADDED, name="7_added_cuda")
+        assert listed.correct and "order_of_atomics" in listed.flags, listed.verdict
+        assert added.correct and ("order_of_atomics" in added.flags) == (world_size > 2), (added.verdict, added.flags)
+        for number, text in ((2, LISTED.replace(BEHIND_LIST, "    for (u32 k")), (7, ADDED.replace(ADD_BARRIER, "    __syncthreads();"))):
+            verdict = evaluator.evaluate(number, text, name=f"{number}_twin_cuda").verdict
+            assert isinstance(verdict, Unstable) and "race" in verdict.reason, verdict
+        mixed_up = evaluator.evaluate(2, LISTED.replace("args.y + at", "args.y + k * args.bytes"), name="2_twin_cuda").verdict
+        assert isinstance(mixed_up, WrongResult | Unstable), mixed_up
+
+
+SEND = "        copy_bytes(block, arena.peer(rank, args.landing + arena.rank * args.bytes), args.x, args.bytes);\n"
+SEND_WORDS = """        for (u64 i = threadIdx.x; i < args.bytes / 4; i += blockDim.x) {
+            u32* const to = reinterpret_cast<u32*>(arena.peer(rank, args.landing + arena.rank * args.bytes)) + i;
+            ptx::store_relaxed_system(to, reinterpret_cast<const u32*>(args.x)[i]);
+        }
+"""
+READ_WORDS = """    for (u64 i = threadIdx.x; i < WORLD_SIZE * args.bytes / 4; i += blockDim.x) {
+        const u32* const from = reinterpret_cast<const u32*>(arena.local(args.landing)) + i;
+        reinterpret_cast<u32*>(args.y)[i] = ptx::load_relaxed_system(from);
+    }
+"""
+SHARED_COUNT = """    __shared__ u32 count;
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const Block block;
+"""
+LAST_WAIT = "        if (rank != arena.rank) peers.wait(rank, 1, epoch);\n"
+
+
+@pytest.mark.parametrize("counter", ["", "    atomicAdd(&count, 1u);\n"], ids=["no_counter", "counter"])
+def test_a_late_reader_is_found_beside_atomics_whose_order_changes_nothing(tmp_path: Path, counter: str) -> None:
+    """Words that are sent and read by atomic accesses are no race. That they are overwritten shows in their values alone."""
+    text = GATHER.replace(SEND, SEND_WORDS).replace(LAST_COPY, READ_WORDS + counter).replace("    const Block block;\n", SHARED_COUNT)
+    calls = [[(torch.arange(64) + 1000 * call,) for _ in range(2)] for call in range(6)]
+    kinds = []
+    for name, source in (("right", text), ("twin", text.replace(LAST_WAIT, "        ;\n"))):
+        (tmp_path / f"{name}.py").write_text(source)
+        outcome = run(tmp_path / f"{name}.py", calls, schedules=16)
+        kinds.append({finding.kind for finding in (*outcome.findings, *outcome.notes)})
+    assert kinds == [set(), {"wrong_result"}], kinds
+
+
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -243,9 +314,6 @@ def test_a_triton_candidate_is_judged_as_written(evaluator: pl.Evaluator) -> Non
     result = evaluator.evaluate(1, source)
     assert result.correct and result.audit is not None, result.verdict
     assert result.audit.operators == {"dist.all_reduce": 1} and not result.audit.own_communication
-
-
-CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
 
 
 @pytest.mark.slow

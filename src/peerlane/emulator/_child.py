@@ -23,7 +23,7 @@ class _Region(ctypes.Structure):
         ("rank", ctypes.c_int64),
         ("expected", ctypes.c_void_p),
         ("unwritten", ctypes.c_uint32),
-        ("number", ctypes.c_uint32),
+        ("any_order", ctypes.c_uint32),
         ("multicast", ctypes.POINTER(ctypes.c_uint64)),
         ("multicast_count", ctypes.c_uint64),
     )
@@ -85,7 +85,7 @@ def main() -> str:
     multicasts = [(ctypes.c_uint64 * len(r["multicast"]))(*r["multicast"]) for r in job["regions"]]
     regions = [
         _Region(
-            *(r["begin"], r["end"], r["rank"], address(r["expected"]), r["unwritten"], r["number"]),
+            *(r["begin"], r["end"], r["rank"], address(r["expected"]), r["unwritten"], r["any_order"]),
             *(ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to)),
         )
         for r, to in zip(job["regions"], multicasts, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from peerlane.device.host.waits import describe_fault
 from peerlane.emulator import build
-from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, Finding, Frame, Place, Side, as_races, merged
+from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, ORDER, Finding, Frame, Place, Side, as_races, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
 from peerlane.emulator.job import Answer, Job, Launch, fitted, require_all, run_job
 from peerlane.emulator.ptx_text import CALLED_FROM
@@ -126,7 +126,7 @@ def _is_told(raw: Any, findings: Sequence[Any], frames: dict[int, tuple[Frame, .
 def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
     fault = describe_fault(raw["fault"]) if raw["fault"] else ""
     detail = "; ".join(part for part in (raw["detail"], fault) if part)
-    if raw["kind"] == "wrong_result":
+    if raw["kind"] in ("wrong_result", ORDER):
         region = job.regions[raw["buffer"] - 1]
         start = raw["offset"] // 8 * 8
         expected = (region.expected or b"")[start : start + 8].hex()

@@ -22,6 +22,7 @@ MEANINGS = {
     "misaligned_address": "a GPU stops here: the address of an access must be a multiple of its size (16 for float4)",
     "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
     "wrong_result": "the memory does not hold what was expected",
+    "order_of_atomics": "what is written depends on the order of atomics, as sums of floats do: right if each order gives a right result",
     "barrier": "all threads of a block, or of a mask, must come to the same barrier, with the same arguments: move it out of the branch",
     "misuse": "a barrier is used against its rules",
     "crash": "the device code crashed: look for a null pointer or an index out of range",
@@ -30,9 +31,8 @@ MEANINGS = {
 
 
 LAUNCH_BOUNDARY = "launch_boundary"
-UNCLEAR = "unclear"
-"""The kind of what is no finding: memory of C++ code differs, by an error or as float sums differ by rounding."""
-NOTES = frozenset({LAUNCH_BOUNDARY, "same_value", "uninitialised_symmetric"})
+ORDER = "order_of_atomics"
+NOTES = frozenset({LAUNCH_BOUNDARY, ORDER, "same_value", "uninitialised_symmetric"})
 """Kinds that are reported, but are no errors."""
 
 

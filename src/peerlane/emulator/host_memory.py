@@ -89,7 +89,7 @@ class Part:
     def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the part as a job has it, where its rank has number ``rank``."""
         region = Region(self.name, rank, self.address, self.nbytes, self.symmetric, self.dtype, contents, expected)
-        region.unwritten, region.within_rounding = unwritten, True
+        region.unwritten, region.any_order = unwritten, True
         return region
 
 

@@ -39,8 +39,7 @@ class MultimemRules(OperandRules):
             return None
         begin = f"{{ Parts parts; find_parts(parts, {self.pointer(place, 'global')}, {said.count * nbytes});"
         ordinary = str(not said.order).lower()
-        order = f"Order({said.order} | rounds_{HALVES[said.kind]})" if what == "red" and said.kind in HALVES else said.order or "relaxed"
-        access = f"Access{{{ordinary}, {said.scope or 'system_scope'}, {order}}}"
+        access = f"Access{{{ordinary}, {said.scope or 'system_scope'}, {said.order or 'relaxed'}}}"
         join = f"[]({cpp} a, {cpp} b) {{ return static_cast<{cpp}>({_join(said)}); }}" if said.operation else ""
         if what == "ld_reduce":
             half = HALVES.get(said.kind)

@@ -139,11 +139,10 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         if kind in HALVES:
             after = f"of_halves<{HALVES[kind]}, {cpp}>([](double a, double b) {{ return a + b; }}, old, by)"
         change = f"[by](const {cpp} old) {{ return static_cast<{cpp}>({after}); }}"
-        order = f"Order({order or 'relaxed'} | rounds_{HALVES[kind]})" if kind in HALVES else order or "relaxed"
         targets = self.elements(operands[0]) if count > 1 and operands[0] != "_" else [operands[0]] * count
         made = ""
         for i, (target, given) in enumerate(zip(targets, self.elements(operands[2]), strict=True)):  # of a vector each element by itself
-            updated = f"update({place} + {i}, {scope}, {change}, {order})"
+            updated = f"update({place} + {i}, {scope}, {change}, {order or 'relaxed'})"
             made += f"{{ const {cpp} by = {self.value(given, kind)}; set({name_of(target)}, {updated}); }} "
         return made
 

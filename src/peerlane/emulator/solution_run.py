@@ -22,7 +22,6 @@ from peerlane.emulator.check import Report
 from peerlane.emulator.findings import Finding
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds
 from peerlane.emulator.host_libraries import prepare
-from peerlane.emulator.ptx_front_end import UnknownPtx
 from peerlane.emulator.ranks import Arguments, EmulatedRanks, RankFailure, tensors_of
 from peerlane.emulator.sequence import Code, candidate_findings
 from peerlane.errors import UsageError
@@ -95,12 +94,7 @@ def run(
             outputs.append(ranks.call(arguments, keep))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    reports: list[Report] = []
-    try:
-        reports = ranks.reports()
-    except UnknownPtx as error:
-        failure = failure or (0, error)
-    return Outcome(outputs, reports, failure, bool(reused), ranks.kernels, ranks.codes)
+    return Outcome(outputs, ranks.reports(), failure, bool(reused), ranks.kernels, ranks.codes)
 
 
 def wants_distributed(message: str) -> bool:

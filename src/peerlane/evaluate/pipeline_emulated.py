@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
 from peerlane.emulator.cuda_extensions import NO_TOOLKIT
-from peerlane.emulator.findings import NOTES
+from peerlane.emulator.findings import NOTES, ORDER
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
@@ -15,7 +15,7 @@ from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_t
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.candidates import KIT, uses_nccl, uses_nvshmem
-from peerlane.evaluate.correctness.case_runner import Rejected
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -85,14 +85,27 @@ class EmulatedPipeline(EvaluationPipeline):
             if isinstance(rejected.verdict, WrongResult):
                 self._race(case)
             raise
-        self._race(case)
+        notes = self._race(case)
         runner.evidence.stressed_calls += CHECKED_SLOTS * EMULATED_SCHEDULES
+        if ORDER in notes:
+            self._judge_other_orders(runner)
 
-    def _race(self, case: Case) -> None:
+    def _judge_other_orders(self, runner: CaseRunner) -> None:
+        """Judges results of as many schedules as launches had: where the order of atomics decides what is written, only an oracle can."""
+        slots = range(min(CHECKED_SLOTS, runner.slots))
+        with self._in("stress"):
+            for _ in range(EMULATED_SCHEDULES - 1):
+                runner.refresh_inputs(len(slots), mixed=True)
+                runner.check("stress", self.session.deadlines.calls, slots)
+        self._race(runner.case, calls=(EMULATED_SCHEDULES - 1) * len(slots))
+
+    def _race(self, case: Case, calls: int = CHECKED_SLOTS) -> set[str]:
+        """Raises Rejected for what the emulator has found in the latest ``calls``; returns the kinds of its notes."""
         with self._in("stress"):
             report = self.group.present.ask(Request(EmulatedInterface.report_races), "stress", self.session.deadlines.calls, calls=False)[0]
-        self.calls += CHECKED_SLOTS
-        self.flags |= NOTES & set(report.notes)
+        self.calls += calls
+        notes = NOTES & set(report.notes)
+        self.flags |= notes
         self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)
         if report.kernels is None:
@@ -111,6 +124,7 @@ class EmulatedPipeline(EvaluationPipeline):
                     findings=tuple(several_lines(item.text) for item in report.findings),
                 )
             )
+        return notes
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = "".join(failure.message.strip().splitlines()[-1:])

@@ -238,7 +238,8 @@ class EmulatedInterface(LoadingInterface):
 
     @abstractmethod
     def report_races(self) -> wire.RaceReport:
-        """Reports what the emulator has found in the launches so far, under many schedules, and how often each kernel was launched."""
+        """Reports what the emulator has found in the launches since the last report, under many schedules, and how often each kernel was
+        launched in all. Later calls on this case are run for their results alone, each launch under a schedule of its own."""
 
 
 class BuilderInterface(RankInterface):

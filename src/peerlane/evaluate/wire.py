@@ -262,7 +262,7 @@ class LoadedCode:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """The emulator's findings in all launches so far, how often each kernel was launched, and the hashes of their sources' tokens."""
+    """The emulator's findings since the last report, how often each kernel was launched so far, and the hashes of their sources' tokens."""
 
     findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]

@@ -283,13 +283,11 @@ inline void Machine::copy_goes_on(std::size_t index) {
         // An adding copy adds in one step, at the memory that it adds to.
         constexpr std::uint8_t adds = writes | updates | atomic | system_scope << scope_shift;
         const std::uint8_t how = copy->combine == Combine::replace ? std::uint8_t(writes) : adds;
-        const std::uint32_t summed = copy->combine == Combine::add_f32 ? 4 : copy->combine == Combine::add_f16 ? 2 : copy->combine == Combine::add_bf16 ? 18 : 0;
-        rounded_ |= summed != 0;
+        ordered_ |= copy->combine != Combine::replace && copy->combine != Combine::add_u32;  // floats
         for (const Segment& segment : copy->segments) {
             if (segment.target) {
                 copy_access(*copy, memory.offset(segment.target), segment.bytes, how, copy->clock + 1);
                 combine(copy->combine, segment.target, &copy->data[at_byte], segment.bytes);
-                memory.summed(memory.offset(segment.target), segment.bytes, summed);
             }
             at_byte += segment.bytes;
         }

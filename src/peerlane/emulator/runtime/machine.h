@@ -221,7 +221,7 @@ class Machine {
     int schedule_ = 0;
     void* scheduler_ = nullptr;  // its stack pointer
     std::vector<Fiber*> halfway_;  // threads in the midst of a store of 16 bytes
-    bool rounded_ = false;         // a sum was made whose result depends on the order
+    bool ordered_ = false;         // atomic updates came in an order that the schedule chose
     std::vector<Fiber*> lists_[2];  // runnable, polling
     std::vector<std::uint32_t> resident_;  // blocks by rank
     std::uint64_t version_ = 1;  // of all that a thread could wait for

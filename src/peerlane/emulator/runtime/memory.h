@@ -4,17 +4,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
-
-#include "../include/peerlane_emulator/half.h"
 
 namespace peerlane::emulator {
 
@@ -35,7 +31,7 @@ struct Buffer {
     const char* expected = nullptr;  // what must lie here after a schedule
     std::vector<std::uint64_t> multicast{};  // offsets of the memory on each rank that this stands for, if it is a multicast address
     bool unwritten = false;  // nobody has written it before
-    std::uint32_t number = 0;  // bytes of the floating-point numbers here, 18 for bf16, 1 if they may be any; 0: others
+    bool any_order = false;  // what is expected may depend on the order of atomic accesses
 };
 
 class Memory {
@@ -94,74 +90,20 @@ class Memory {
             restore(page);
         }
         dirty_pages_.clear();
-        sums_.clear();
     }
 
     // Pages that the last schedule has written.
     const std::vector<std::uint64_t>& dirty_pages() const { return dirty_pages_; }
 
-    // Offset of the first byte of a buffer that differs from what was expected; its end if none does. `rounded`: floating-point numbers may
-    // be the same sums in another order.
-    std::uint64_t first_difference(const Buffer& buffer, bool rounded) const {
+    // Offset of the first byte of a buffer that differs from what was expected; its end if none does.
+    std::uint64_t first_difference(const Buffer& buffer) const {
         const char* found = base_ + buffer.begin;
         const std::uint64_t size = buffer.end - buffer.begin;
         if (!buffer.expected || std::memcmp(found, buffer.expected, size) == 0) return buffer.end;
-        if (rounded && buffer.number == 1) return first_other_sum(buffer, size);
-        if (rounded && buffer.number) return first_other_number(buffer, buffer.number, size);
         return buffer.begin + (std::mismatch(found, found + size, buffer.expected).first - found);
     }
 
-    // Notes that sums of these numbers were made here, in an order that the schedule chose. It counts where nothing else tells their type.
-    void summed(std::uint64_t offset, std::uint32_t bytes, std::uint32_t kind) {
-        if (!kind || !holds(offset) || buffers_[number_at(offset)].number != 1) return;
-        for (std::uint32_t i = 0; i < bytes; i += kind % 16) sums_[offset + i] = kind;
-    }
-    // Whether what differs at `offset` may follow from the rounding of sums elsewhere, or be an error: the type of what lies there is not known.
-    bool unclear(const Buffer& buffer, std::uint64_t offset, bool rounded) const { return rounded && buffer.number == 1 && !sums_.count(offset); }
-
   private:
-    // The first sum that differs by more than rounding, or else the first byte of no sum that differs. An integer that a kernel puts in the place
-    // of a sum later counts as the sum.
-    std::uint64_t first_other_sum(const Buffer& buffer, std::uint64_t size) const {
-        std::string allowed(buffer.expected, size);
-        double largest[19] = {};
-        const auto begin = sums_.lower_bound(buffer.begin), end = sums_.lower_bound(buffer.end);
-        for (auto sum = begin; sum != end; ++sum) grow(largest[sum->second], buffer.expected + (sum->first - buffer.begin), sum->second);
-        for (auto sum = begin; sum != end; ++sum) {
-            char* const at = &allowed[sum->first - buffer.begin];
-            if (!near(base_ + sum->first, at, sum->second, largest[sum->second])) return sum->first;
-            std::memcpy(at, base_ + sum->first, sum->second % 16);
-        }
-        const char* found = base_ + buffer.begin;
-        return buffer.begin + (std::mismatch(found, found + size, allowed.begin()).first - found);
-    }
-    static void grow(double& largest, const char* at, std::uint32_t kind) {
-        const double value = std::fabs(number(at, kind));
-        if (std::isfinite(value)) largest = std::max(largest, value);
-    }
-    // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
-    static bool near(const char* found, const char* expected, std::uint32_t kind, double largest) {
-        if (std::memcmp(found, expected, kind % 16) == 0) return true;
-        const double rounding = std::ldexp(largest, kind == 18 ? -5 : kind == 2 ? -8 : kind == 4 ? -12 : -40);
-        return std::fabs(number(found, kind) - number(expected, kind)) <= rounding;
-    }
-    std::uint64_t first_other_number(const Buffer& buffer, std::uint32_t kind, std::uint64_t size) const {
-        const char* found = base_ + buffer.begin;
-        const std::uint64_t width = kind % 16;
-        double largest = 0;
-        for (std::uint64_t i = 0; i + width <= size; i += width) grow(largest, buffer.expected + i, kind);
-        for (std::uint64_t i = 0; i + width <= size; i += width) {
-            if (!near(found + i, buffer.expected + i, kind, largest)) return buffer.begin + i;
-        }
-        return buffer.end;
-    }
-    static double number(const char* at, std::uint32_t kind) {
-        double wide;
-        float narrow;
-        unsigned short half;
-        std::memcpy(&wide, at, kind == 8 ? 8 : 0), std::memcpy(&narrow, at, kind == 4 ? 4 : 0), std::memcpy(&half, at, kind == 2 || kind == 18 ? 2 : 0);
-        return kind == 8 ? wide : kind == 4 ? narrow : kind == 2 ? widen_f16(half) : widen_bf16(half);
-    }
     void restore(std::uint64_t page) {
         const auto found = initial_.find(page);
         const Content content = found == initial_.end() ? Content{} : found->second;
@@ -181,7 +123,6 @@ class Memory {
     std::uint8_t* dirty_ = nullptr;   // by page
     std::unordered_map<std::uint64_t, Content> initial_;  // by page
     std::vector<std::uint64_t> dirty_pages_;
-    std::map<std::uint64_t, std::uint32_t> sums_;  // by offset, which numbers
 };
 
 }  // namespace peerlane::emulator

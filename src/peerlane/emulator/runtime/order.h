@@ -134,7 +134,7 @@ inline void Machine::update(
         touch(offset, bytes, (stored ? writes | updates : 0) | atomic | scope << scope_shift, site);
         Handover& handed = make_handover(offset, fiber->id);
         hear(*fiber, handed);
-        if (order & rounds) rounded_ = true, memory.summed(offset, bytes, order >> 3);
+        ordered_ |= handed.written && (handed.writer != fiber->id || handed.written < fiber->start);  // of another thread
         const Scope from = relation(handed.writer, handed.written, fiber->id);
         if (handed.released[from] && from <= scope) {
             learn(*fiber, from, handed.released[from], order);

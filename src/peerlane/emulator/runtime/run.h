@@ -105,9 +105,9 @@ inline void Machine::abandon(const char* kind, const char* what) {
 inline void Machine::compare() {
     for (std::size_t i = 1; i < memory.buffers().size(); ++i) {
         const Buffer& buffer = memory.buffers()[i];
-        const std::uint64_t found = memory.first_difference(buffer, rounded_);
+        const std::uint64_t found = memory.first_difference(buffer);
         if (found == buffer.end) continue;
-        Finding finding{memory.unclear(buffer, found, rounded_) ? "unclear" : "wrong_result", "", {}};
+        Finding finding{"wrong_result", "", {}};
         finding.buffer = static_cast<int>(i);
         finding.offset = found - buffer.begin;
         const auto* bytes = reinterpret_cast<const unsigned char*>(memory.address(found / 8 * 8));
@@ -121,6 +121,7 @@ inline void Machine::compare() {
             finding.sides = {side(fiber, "goes on with half of a store of 16 bytes"), side(fiber, "loads what was stored")};
             finding.sides[0].site = fiber.torn.first, finding.sides[1].site = fiber.torn.second;
         }
+        if (ordered_ && buffer.any_order && finding.sides.empty()) finding.kind = "order_of_atomics";
         report(std::move(finding));
     }
 }
@@ -128,7 +129,7 @@ inline void Machine::compare() {
 inline void Machine::clear() {
     current = nullptr;
     patience_ = 0;
-    desperate_ = idle_ = rounded_ = false;
+    desperate_ = idle_ = ordered_ = false;
     asking_.clear();
     last_write_ = 0;
     halfway_.clear();

@@ -258,7 +258,7 @@ struct HostBuffer {
     std::uint64_t begin, end;
     std::int64_t rank;
     const char* expected;
-    std::uint32_t unwritten, number;  // whether nobody has written it; what numbers it holds (memory.h)
+    std::uint32_t unwritten, any_order;  // as memory.h has them
     const std::uint64_t* multicast;
     std::uint64_t multicast_count;
 };
@@ -293,7 +293,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->buffer_count; ++i) {
         const HostBuffer& from = run->buffers[i];
         std::vector<std::uint64_t> multicast(from.multicast, from.multicast + from.multicast_count);
-        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast), from.unwritten != 0, from.number});
+        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast), from.unwritten != 0, from.any_order != 0});
     }
     std::vector<Content> contents;
     for (std::uint32_t i = 0; i < run->content_count; ++i) {

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from peerlane.device.host.group import Group
+from peerlane.emulator.findings import ORDER
 from peerlane.emulator.gpu_code import EmulatedGpu
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
 from peerlane.emulator.job import TooManyThreads
@@ -82,7 +83,9 @@ def judge_emulated(
     strict: bool = False,
 ) -> EmulatedJudgement:
     """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules on two SMs a rank, or on those
-    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes; ``strict``: notes about the ends of launches are races."""
+    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes; ``strict``: notes about the ends of launches are races.
+
+    If what they write depends on the order of atomics, the calls are made and judged once for each schedule."""
     ranks = range(case.world_size)
     drawn = [
         [problem.inputs(case, rank, Draw(secret=f"emulated {seed}", case_key=case.key, slot=0, block=call, rank=rank)) for rank in ranks]
@@ -92,26 +95,33 @@ def judge_emulated(
     def resolve(arguments: tuple[Any, ...], groups: Mapping[str, Group]) -> tuple[Any, ...]:
         return tuple(groups[value.name] if isinstance(value, GroupRef) else value for value in arguments)
 
-    calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
-    outcome = run(
-        file,
-        calls,
-        layouts=problem.process_groups(case),
-        resolve=resolve,
-        schedules=schedules,
-        seed=seed,
-        gpu=gpu,
-        from_ptx=from_ptx,
-        nodes=case.nodes,
-    )
-    if strict:
-        outcome.reports = [report.strictly() for report in outcome.reports]
-    if outcome.failure is not None:
+    def judge(schedules: int, seed: int) -> EmulatedJudgement:
+        calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
+        outcome = run(
+            file,
+            calls,
+            layouts=problem.process_groups(case),
+            resolve=resolve,
+            schedules=schedules,
+            seed=seed,
+            gpu=gpu,
+            from_ptx=from_ptx,
+            nodes=case.nodes,
+        )
+        if strict:
+            outcome.reports = [report.strictly() for report in outcome.reports]
+        if outcome.failure is not None:
+            return EmulatedJudgement(file, outcome)
+        for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):
+            if (wrong := _judge_call(problem, case, call, inputs, own, outputs)) is not None:
+                return EmulatedJudgement(file, outcome, wrong)
         return EmulatedJudgement(file, outcome)
-    for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):
-        if (wrong := _judge_call(problem, case, call, inputs, own, outputs)) is not None:
-            return EmulatedJudgement(file, outcome, wrong)
-    return EmulatedJudgement(file, outcome)
+
+    judged = judge(schedules, seed)
+    if judged.correct and any(note.kind == ORDER for note in judged.outcome.notes):
+        others = (judge(0, seed + other) for other in range(1, schedules))  # each launch under one schedule
+        judged = next((other for other in others if not other.correct), judged)
+    return judged
 
 
 def _judge_call(

@@ -11,6 +11,7 @@ import torch
 
 from peerlane import problems
 from peerlane.emulator import build
+from peerlane.emulator.check import Report
 from peerlane.emulator.host_libraries import prepare
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.emulator.sequence import candidate_findings
@@ -48,8 +49,10 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
         super().__init__(config, rank, memory_fd)
         self._size: int = config["emulated_ranks"]
         seed = int.from_bytes(os.urandom(4), "big")
-        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=seed, nodes=self.cluster.nodes)
+        self._schedules: int = config["schedules"]
+        self._ranks = EmulatedRanks(self._size, schedules=self._schedules, seed=seed, nodes=self.cluster.nodes)
         self._spaces: dict[str, list[_RankCase]] = {}
+        self._reported: list[Report] = []
 
     def initialize(self) -> int:
         """Has what all candidates need from the emulator before a candidate's own cache takes the place of the shared one."""
@@ -64,6 +67,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
 
     def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
         """Attaches the case, as declared, for the rank that follows those whose case is attached in this space."""
+        self._ranks.run_under(self._schedules)
         attached = self._spaces.setdefault(space, [])
         if len(attached) == self._size:
             attached.clear()
@@ -111,7 +115,9 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
             context.__exit__(None, None, None)
 
     def report_races(self) -> wire.RaceReport:
-        findings, notes = candidate_findings(self._ranks.reports())
+        before, self._reported = self._reported, self._ranks.reports()
+        findings, notes = candidate_findings([item for item in self._reported if item not in before])
+        self._ranks.run_under(0)
         reported = [
             wire.RaceFinding(
                 kind=finding.kind,

@@ -13,9 +13,8 @@ namespace peerlane::emulator {
 // Which threads an access or a fence is meant for.
 enum Scope : unsigned { block_scope, gpu_scope, system_scope };
 
-// What a fence adds to an access, for instructions that have both in one. `rounds`: a change whose result depends on the order of changes; the
-// bits above say of which numbers, as memory.h names them, or are 0. `sequential`: of fences, which all have one order.
-enum Order : unsigned { relaxed, acquire, release, acquire_release, rounds, sequential = acquire_release | 1 << 16, rounds_F16 = rounds | 2 << 3, rounds_Bf16 = rounds | 18 << 3 };
+// What a fence adds to an access, for instructions that have both in one. `sequential`: of fences, which all have one order.
+enum Order : unsigned { relaxed, acquire, release, acquire_release, sequential = acquire_release | 1 << 16 };
 
 // Memory whose ordinary accesses a proxy fence makes known to asynchronous operations.
 enum Proxy : unsigned { shared_proxy, all_proxies };
@@ -140,7 +139,7 @@ PEERLANE_INLINE T update(T* address, Scope scope, const F& change, Order order =
         address,
         sizeof(T),
         scope,
-        order | (std::is_integral_v<T> ? 0 : rounds | (std::is_floating_point_v<T> ? sizeof(T) << 3 : 0)),
+        order,
         [](void* place, void* data) {
             Context& inner = *static_cast<Context*>(data);
             inner.before = *static_cast<T*>(place);
