@@ -1,4 +1,4 @@
-"""Problems 26, 28, 29, 31, 32 and 49-51 beyond the contract: costs against published figures, oracles against independent arithmetic."""
+"""Problems 26, 28, 29, 31, 32 and 49-51 beyond the contract: oracles against independent arithmetic."""
 
 import random
 from collections.abc import Sequence
@@ -26,36 +26,6 @@ def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4), marks: Any = ()) 
         for variant in problems.get(number).variants
         for case in problems.get(number).cases("small", world, variant)
     ]
-
-
-# Problem, preset, world size; MB out of and into every rank, GFLOP, as published to two or three digits.
-FIGURES = [
-    (28, "pkb", 8, 3.67, None),
-    (29, "pkb", 8, 3.67, None),
-    (31, "pkb", 8, 5.5, 1.6),
-    (31, "pkb", 4, 2.4, None),
-    (31, "pkb", 2, 0.79, None),
-    (31, "production_mixtral_8x7b", 8, 117, 2900),
-    (31, "production_deepseek_v3", 8, 272, 970),
-    (31, "production_deepseek_v3_decode", 8, 17, 60),
-    (32, "production_mixtral_8x7b", 8, 117, 2900),
-    (49, "pkb", 8, 5.5, 1.6),
-    (49, "pkb", 2, 0.79, 1.6),
-    (49, "production_mixtral_8x22b", 8, 88, 2500),
-    (50, "production_dbrx", 8, 317, 5900),
-    (50, "production_qwen3_235b", 8, 78, 210),
-    (50, "production_gpt_oss_120b", 8, 138, 680),
-    (51, "production_mistral_4x7b", 8, 101, 2900),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "world", "megabytes", "gflop"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, world: int, megabytes: float, gflop: float | None) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, world)[0], 0)
-    assert cost.egress_bytes == cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.03)
-    if gflop is not None:
-        assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.04)
 
 
 def test_a_single_rank_without_peers_sends_nothing() -> None:
