@@ -19,6 +19,7 @@ FIGURES = {
     17: [("pkb", 8, 0, 0.46, None), ("llama3_8b_32k", 8, 0, 294, None)],
     19: [("pkb", 8, 3, 7.57, None)],
     20: [("pkb", 8, 3, 14.9, None)],
+    26: [("qwen3_235b", 8, 0, 0.000448, None)],
     28: [("pkb", 8, 0, 3.67, None)],
     29: [("pkb", 8, 0, 3.67, None)],
     31: [
@@ -62,6 +63,8 @@ FIGURES = {
     ],
     57: [("pkb", 8, 0, 0.541, None), ("llama2_7b_16k", 8, 0, 277, None)],
     58: [("pkb", 8, 0, 1.835, 0.27), ("siglip_so400m", 8, 0, 66.1, 309), ("siglip_b16", 8, 0, 44, 206)],
+    59: [("pkb", 8, 0, 8.4, None)],
+    60: [("pkb", 8, 0, 10.4, None)],
     65: [("pkb", 8, 0, 0.21, None)],
     66: [("pkb", 8, 0, 0.459, None)],
     67: [("pkb", 8, 0, 0.233, None)],
@@ -70,6 +73,7 @@ FIGURES = {
     72: [("pkb", 8, 2, 7.3, None)],
     76: [("pkb", 2, 0, 71, 490), ("pkb", 4, 0, 107, 250), ("pkb", 8, 0, 125, 120)],
     77: [("pkb", 2, 0, 99.5, 3630), ("pkb", 4, 0, 149, 1810), ("pkb", 8, 0, 271, 5730)],
+    80: [("pkb", 8, 0, 0.344, None)],
     85: [("normal", 8, 0, 470, None)],
     87: [("pkb", 4, 1, 0.66, 240), ("pkb", 8, 0, 0.33, 120)],
 }  # fmt: skip
@@ -86,6 +90,20 @@ def test_costs_match_published_figures(number: int, preset: str, world_size: int
     assert cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.015)
     if gflop is not None:
         assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.03)
+
+
+# Problem, preset; MB of device memory on a rank of eight: an argument or an answer, read or written once.
+MEMORY = [
+    *((number, "pkb", 4.2) for number in (9, 11, 12, 18)),
+    *((26, "production_qwen3_235b", 67), (46, "pkb", 2.1), (46, "production_llama3_70b", 263)),
+    *((49, "production_mixtral_8x7b_decode", 352), (63, "pkb", 134.2), (80, "pkb", 134.2)),
+]
+
+
+@pytest.mark.parametrize(("number", "preset", "megabytes"), MEMORY)
+def test_device_memory_is_that_of_what_is_large(number: int, preset: str, megabytes: float) -> None:
+    problem = problems.get(number)
+    assert problem.cost(problem.cases(preset, 8)[0], 0).hbm_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
 
 
 # Peers forward what a root sends, ranks need different rows, or padding and overlaps are nobody's.

@@ -33,12 +33,6 @@ def test_partial_products_added_one_by_one_are_right(number: int, world_size: in
             assert found.ratio < 0.8, (slot, found)
 
 
-@pytest.mark.parametrize("number", [11, 12, 18])
-def test_compulsory_memory_traffic_of_the_public_shapes(number: int) -> None:
-    problem = problems.get(number)
-    assert problem.cost(problem.cases("pkb", 8)[0], 0).hbm_bytes == pytest.approx(4.2e6, rel=0.01)
-
-
 def test_rms_norm_sends_no_more_than_two_collectives() -> None:
     """A direct exchange of one float32 per row with 7 peers takes 28 KB; the least is 2/8 of it."""
     problem = problems.get(18)

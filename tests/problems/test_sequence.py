@@ -36,12 +36,6 @@ def numbered(case: Case) -> list[tuple[Any, ...]]:
     return [(tensor, *args[1:]) for tensor, args in zip(tensors, inputs, strict=True)]
 
 
-@pytest.mark.parametrize(("preset", "megabytes"), [("pkb", 2.1), ("production_llama3_70b", 263)])
-def test_the_lm_head_reads_its_weights_once(preset: str, megabytes: float) -> None:
-    problem = problems.get(46)
-    assert problem.cost(problem.cases(preset, 8)[0], 0).hbm_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
-
-
 @pytest.mark.parametrize("label", ["scatter_third_bf16", "scatter_second_bf16", "same_axis_bf16", "negative_int32", "vector_int64"])
 def test_exchanged_pieces_element_by_element(label: str) -> None:
     case = small(33, label)
