@@ -1,6 +1,6 @@
 """Measured ceilings of a node: what its GPUs and links reached in plain copies and matrix products, stored per node class.
 
-``python -m peerlane.hardware.measure`` takes them (see :mod:`peerlane.hardware.measure`); this module holds and stores them.
+:mod:`peerlane.hardware.measure` takes them; this module holds and stores them.
 """
 
 import json
