@@ -52,12 +52,6 @@ def public_protocol_section(path: Path) -> str:
     return comparison_report(read_results(path)) if path.is_file() else NO_RUN
 
 
-def rewritten_section(path: Path) -> str:
-    """Returns the kernels of a file whose candidates are former solutions, named ``_old_``, and those that replaced them."""
-    former_first = sorted(read_results(path), key=lambda result: "_old_" not in result.candidate.name)
-    return changes_table(former_first)
-
-
 def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
     """Returns a line for every problem with an algorithm whose time is modelled, with its steps; or with the reason why there is none."""
     lines = []

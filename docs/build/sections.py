@@ -14,7 +14,6 @@ from docs.build.evidence import (
     MECHANISMS,
     NODE,
     ONE_GPU,
-    PRODUCTION,
     PRODUCTION_OF_TWO,
     REFERENCES,
     RESULTS,
@@ -36,7 +35,7 @@ from docs.build.kernels import (
     training_table,
 )
 from docs.build.operators import operators_table
-from docs.build.production import production_section, public_protocol_section, rewritten_section
+from docs.build.production import production_section, public_protocol_section
 from docs.build.published import PUBLISHED
 from docs.build.sentences import below_half, headline
 from docs.build.tables import Row, table
@@ -178,21 +177,17 @@ _ON_H100 = ("gather", "all_reduce")
 """Parts of ``bench_layers.py`` whose newest run was on two H100."""
 
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
-    "examples": (NODE / "examples.jsonl", _speeds),
-    "production": (PRODUCTION, _speeds),
     "accuracy": (ONE_GPU / "references.jsonl", _acceptance),
     "references": (REFERENCES, _accuracy),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
-    "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _solutions),
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
     "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
     "public_protocol_of_two_h200": (TWO_GPUS / "kittens.jsonl", public_protocol_section),
-    "rewritten_kernels": (RESULTS / "h200x1" / "transforms_and_sort.jsonl", rewritten_section),
     "production_virtual_h200": (RESULTS / "h200x1" / "virtual_production.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_table),
@@ -206,7 +201,6 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "batch_invariance": (ONE_GPU / "batch_invariance.jsonl", batch_invariance_table),
     "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
-    "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "headline": (TWO_GPUS / "production_solutions.jsonl", headline),
     "below_half": (TWO_GPUS / "production_solutions.jsonl", below_half),
     "below_half_pkb": (RESULTS / "h100x2" / "solutions.jsonl", below_half),

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from peerlane import problems
+from peerlane import problems, solutions
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement, judge_emulated
 from peerlane.problems import Case, Problem
 
@@ -17,6 +17,11 @@ def cases(problem: Problem, world_size: int) -> list[Case]:
 
 def judge(file: Path, number: int, case: Case, *, schedules: int = 4) -> EmulatedJudgement:
     return judge_emulated(file, problems.get(number), case, schedules=schedules)
+
+
+def judge_case(number: int, label: str, world_size: int = 2, schedules: int = 4) -> EmulatedJudgement:
+    """Judges a problem's own solution on one small case."""
+    return judge(solutions.files()[number], number, problems.get(number).case("small", label, world_size), schedules=schedules)
 
 
 def require_correct(judged: EmulatedJudgement) -> None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.twins import write_header
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import messages, plans
 from peerlane.device.collectives.kernels import KERNELS, ROUNDS
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.workspace import Channels, Messages, Rings, Workspace
 from peerlane.device.host.element_types import ELEMENT_TYPES
-from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.tools.lint import lint
 from peerlane.emulator import Scenario, check
 from peerlane.emulator.build import compile_program
@@ -318,12 +318,9 @@ def test_parts_may_be_unequal(world_size: int, schedules: int) -> None:
 
 def test_ranks_that_count_rounds_by_their_own_parts_are_caught(tmp_path: Path) -> None:
     """A rank whose part is short needs the rounds of the longest part of all."""
-    header = tmp_path / "peerlane" / "collectives" / "exchange_packets.cuh"
-    text, right = (INCLUDE_DIR / "peerlane" / "collectives" / header.name).read_text(), "longest = send > longest ? send : longest;"
-    assert text.count(right) == 1
-    header.parent.mkdir(parents=True)
-    header.write_text(text.replace(right, ""))
-    assert "deadlock" in unequal(2, ("reduce_packets_rounds",), 5, (tmp_path,))
+    right = "longest = send > longest ? send : longest;"
+    folder = write_header(tmp_path, "collectives/exchange_packets.cuh", right, "")
+    assert "deadlock" in unequal(2, ("reduce_packets_rounds",), 5, (folder,))
 
 
 def test_what_goes_in_may_be_what_comes_out() -> None:
@@ -472,12 +469,8 @@ LONG = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in TWINS])
 def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
-    assert text.count(twin.right) == 1
-    broken = tmp_path / "peerlane" / twin.header
-    broken.parent.mkdir(parents=True)
-    broken.write_text(text.replace(twin.right, twin.wrong))
-    work = Collectives(twin.world_size, (twin.kernel,), headers=(tmp_path,))
+    folder = write_header(tmp_path, twin.header, twin.right, twin.wrong)
+    work = Collectives(twin.world_size, (twin.kernel,), headers=(folder,))
     for _ in range(3):
         work.add(twin.kernel, twin.nbytes, twin.root)
     report = check(work.scenario, schedules=20)
@@ -495,12 +488,8 @@ ROUNDS_TWINS = {
 @pytest.mark.parametrize("name", ROUNDS_TWINS)
 def test_overwriting_unread_rounds_is_caught_in_every_schedule(name: str, tmp_path: Path) -> None:
     """A gather: nobody but the root needs what it gets."""
-    text = (INCLUDE_DIR / "peerlane" / "collectives" / "workspace.cuh").read_text()
-    assert text.count(ROUNDS_TWINS[name][0]) == 1
-    broken = tmp_path / "peerlane" / "collectives" / "workspace.cuh"
-    broken.parent.mkdir(parents=True)
-    broken.write_text(text.replace(*ROUNDS_TWINS[name]))
-    work = rounds_workload(3, ("exchange_packets_rounds",), torch.int32, (tmp_path,))
+    folder = write_header(tmp_path, "collectives/workspace.cuh", *ROUNDS_TWINS[name])
+    work = rounds_workload(3, ("exchange_packets_rounds",), torch.int32, (folder,))
     work.late(0, 2000)
     work.add("exchange_packets_rounds", in_rounds("exchange_packets_rounds", 4, 3), root=0)
     report = check(work.scenario, schedules=SCHEDULES)

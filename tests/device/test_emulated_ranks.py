@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from device.judged import cases, judge, require_correct
+from device.twins import write_solution
 from peerlane import problems, solutions
 from peerlane.emulator.solution_run import run
 from peerlane.results.verdict import WrongResult
@@ -40,24 +41,15 @@ def test_a_solution_is_right_in_every_small_case(name: int | str, world_size: in
         require_correct(judge(FILES[name], number, case))
 
 
-def twin(tmp_path: Path, number: int, old: str, new: str) -> Path:
-    """A solution with one thing changed."""
-    text = solutions.files()[number].read_text()
-    assert text.count(old) == 1
-    path = tmp_path / f"{number}_twin_cuda.py"
-    path.write_text(text.replace(old, new))
-    return path
-
-
 def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
-    path = twin(tmp_path, 2, "all_gather(tensor)", "all_gather(tensor).flip(0)")
+    path = write_solution(tmp_path, 2, "all_gather(tensor)", "all_gather(tensor).flip(0)")
     judged = judge(path, 2, cases(problems.get(2), 2)[0])
     assert judged.outcome.failure is None and isinstance(judged.wrong, WrongResult) and judged.wrong.wrong_ranks == (0, 1)
     assert re.search(r"^wrong result: gathered is wrong on rank 0 .*at \[.*\]: got .*, expected ", str(judged))
 
 
 def test_results_that_do_not_last_are_said_to(tmp_path: Path) -> None:
-    path = twin(tmp_path, 43, "The next call overwrites the results, which lie in the arena.", "")
+    path = write_solution(tmp_path, 43, "The next call overwrites the results, which lie in the arena.", "")
     judged = judge(path, 43, problems.get(43).case("small", "fp32", 2), schedules=1)
     assert judged.correct and judged.outcome.aliased
     with pytest.raises(AssertionError, match="memory that its next call overwrites, and does not say so"):
@@ -65,7 +57,7 @@ def test_results_that_do_not_last_are_said_to(tmp_path: Path) -> None:
 
 
 def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
-    path = twin(
+    path = write_solution(
         tmp_path,
         2,
         "return communicator().all_gather(tensor)",
@@ -92,8 +84,8 @@ def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
     ids=["returns_early", "exchanges_alone"],
 )
 def test_ranks_that_do_different_things_are_told(tmp_path: Path, old: str, new: str, says: str) -> None:
-    case = next(case for case in cases(problems.get(8), 2) if case.label == "block_bf16")
-    judged = judge(twin(tmp_path, 8, old, new), 8, case)
+    case = problems.get(8).case("small", "block_bf16", 2)
+    judged = judge(write_solution(tmp_path, 8, old, new), 8, case)
     assert judged.outcome.failure is not None and re.search(says, str(judged.outcome.failure[1]))
 
 

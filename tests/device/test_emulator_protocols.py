@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.host.jit import INCLUDE_DIR
+from device.twins import write_header
 from peerlane.emulator import Report, Scenario, check
 
 FOLDER = Path(__file__).parent / "protocols"
@@ -152,13 +152,8 @@ QUEUE_TWINS = {
 
 @pytest.mark.parametrize("twin", QUEUE_TWINS)
 def test_a_broken_queue_is_caught_in_every_schedule(twin: str, tmp_path: Path) -> None:
-    right, wrong = QUEUE_TWINS[twin]
-    text = (INCLUDE_DIR / "peerlane" / "peers" / "store_queue.cuh").read_text()
-    assert text.count(right) == 1
-    (tmp_path / "peerlane" / "peers").mkdir(parents=True)
-    (tmp_path / "peerlane" / "peers" / "store_queue.cuh").write_text(text.replace(right, wrong))
     made = scenario("queue_push")
-    made.include_dirs = (tmp_path,)
+    made.include_dirs = (write_header(tmp_path, "peers/store_queue.cuh", *QUEUE_TWINS[twin]),)
     report = run(made)
     assert report.caught == SCHEDULES, str(report)
     assert "race" in {finding.kind for finding in report.findings}, str(report)

@@ -2,7 +2,6 @@
 and twins with one thing wrong are refused."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from device.twins import use_header
 from peerlane import ops
 from peerlane.device import group_of
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.products import fp8, gemm, grouped_gemm, row_gather_gemm
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.device.products.quantised import E4M3, Quantised, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.scales import Scaling
-from peerlane.emulator import build
 from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
@@ -247,11 +246,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header, line, instead, run = TWINS[name]
-    shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-    text = (INCLUDE_DIR / "peerlane" / header).read_text()
-    assert text.count(line) == 1
-    (tmp_path / "include" / "peerlane" / header).write_text(text.replace(line, instead))
-    monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
+    use_header(monkeypatch, tmp_path, header, line, instead)
     assert run() & {"wrong_result", "race"}
 
 

@@ -1,7 +1,6 @@
 """Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are
 caught."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,13 @@ import torch
 
 from device import emulated
 from device.emulated import SumCalls
-from device.judged import cases, judge, require_correct
-from peerlane import problems, solutions
+from device.judged import judge_case, require_correct
+from device.twins import use_header, write_header
+from peerlane import solutions
 from peerlane.device.host.declare import LocalKernel
-from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gathering, gemm
 from peerlane.device.products.gemm import Tiling
-from peerlane.emulator import Scenario, build, check, solution_run
+from peerlane.emulator import Scenario, check, solution_run
 from representatives import first
 
 SMALL = Tiling(groups=1, columns=64, slots=2)
@@ -135,8 +134,7 @@ def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, com
     [(14, "ragged_bf16", 2), *(pytest.param(n, "tile_bf16", 4, marks=pytest.mark.long) for n in (11, 13, 14, 15))],
 )
 def test_solutions_with_products_are_right(number: int, label: str, world_size: int) -> None:
-    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
-    require_correct(judge(solutions.files()[number], number, case, schedules=2))
+    require_correct(judge_case(number, label, world_size, schedules=2))
 
 
 def test_a_rank_may_change_its_k_alone() -> None:
@@ -270,23 +268,16 @@ SUMS: dict[str, Callable[[], SumCalls]] = {"reduce_scatter": reduce_scatter, "al
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
-    assert text.count(twin.line) == 1
+    change = twin.header, twin.line, twin.instead
     if twin.scenario in (*SUMS, "columns_to_all"):
-        shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-        (tmp_path / "include" / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
-        monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
+        use_header(monkeypatch, tmp_path, *change)
         if twin.scenario == "columns_to_all":
-            case = next(case for case in cases(problems.get(14), 2) if case.label == "tile_bf16")
-            found = {finding.kind for finding in judge(solutions.files()[14], 14, case).outcome.findings}
+            found = {finding.kind for finding in judge_case(14, "tile_bf16").outcome.findings}
         else:
             found = SUMS[twin.scenario]().found(tmp_path)
     else:
-        broken = tmp_path / "peerlane" / twin.header
-        broken.parent.mkdir(parents=True)
-        broken.write_text(text.replace(twin.line, twin.instead))
         scenario = SCENARIOS[twin.scenario]()
-        scenario.include_dirs = (tmp_path,)
+        scenario.include_dirs = (write_header(tmp_path, *change),)
         found = {finding.kind for finding in check(scenario, schedules=3).findings}
     assert found & twin.kinds, found
 

@@ -2,35 +2,26 @@
 
 import copy
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
-from device.twins import twin
-from peerlane import problems, solutions
+from device.judged import judge_case, require_correct
+from device.twins import twin, use_header
 from peerlane.device import compile_cubin, group_of
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.element_types import ELEMENT_TYPES
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.moe import exchange, layer
 from peerlane.device.moe import router as router_kernel
 from peerlane.device.products.gemm import Tiling
-from peerlane.emulator import build
 from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 
 NUMBERS = {"dispatch": 28, "combine": 29}
 KERNELS = {"dispatch": "MOE_DISPATCH", "combine": "MOE_COMBINE"}
-
-
-def judged(number: int, label: str, world_size: int, schedules: int = 2) -> EmulatedJudgement:
-    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
-    return judge(solutions.files()[number], number, case, schedules=schedules)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +38,7 @@ def judged(number: int, label: str, world_size: int, schedules: int = 2) -> Emul
     ],
 )
 def test_rows_go_to_their_experts_and_come_back(number: int, label: str, world_size: int) -> None:
-    require_correct(judged(number, label, world_size))
+    require_correct(judge_case(number, label, world_size, schedules=2))
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values())
@@ -94,12 +85,8 @@ LAYER_TWINS = {
 @pytest.mark.parametrize("name", LAYER_TWINS)
 def test_a_layer_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kinds = LAYER_TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "moe" / "moe_layer.cuh").read_text()
-    assert text.count(line) == 1
-    shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-    (tmp_path / "include" / "peerlane" / "moe" / "moe_layer.cuh").write_text(text.replace(line, instead))
-    monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
-    found = judged(31, "no_bias_bf16", 2)
+    use_header(monkeypatch, tmp_path, "moe/moe_layer.cuh", line, instead)
+    found = judge_case(31, "no_bias_bf16", schedules=2)
     assert {finding.kind for finding in found.outcome.findings} & kinds or ("wrong_result" in kinds and found.wrong is not None)
 
 
@@ -119,7 +106,7 @@ LOST = {
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, line, kinds = LOST[name]
     monkeypatch.setattr(exchange, KERNELS[way], twin(getattr(exchange, KERNELS[way]), line, ""))
-    outcome = judged(NUMBERS[way], "duplicates_bf16", 2, schedules=12).outcome
+    outcome = judge_case(NUMBERS[way], "duplicates_bf16", schedules=12).outcome
     assert {finding.kind for finding in outcome.findings} & kinds
 
 
@@ -144,7 +131,7 @@ def test_the_router_treats_nan_and_infinity_as_torch_does() -> None:
 def test_adapters_are_added_to_weights_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of a library's product may find no SMs beside other ranks' blocks, which wait."""
     monkeypatch.setattr(torch, "addmm", None)
-    require_correct(judged(32, "rank_one_bf16", 2, schedules=1))
+    require_correct(judge_case(32, "rank_one_bf16", schedules=1))
 
 
 def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[int, int], range | None], world_size: int) -> None:

@@ -1,16 +1,16 @@
 """Products of Newton-Schulz iterations on the CPU: symmetric results of half of the tiles, results in two parts, and broken twins."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from device.twins import use_header
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.products import newton_schulz as ns
 from peerlane.device.products.gemm import TILINGS, Tiling
-from peerlane.emulator import build, solution_run
+from peerlane.emulator import solution_run
 from peerlane.errors import UsageError
 from representatives import every_second
 
@@ -177,11 +177,7 @@ TWINS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin, header = TWINS[name], INCLUDE_DIR / "peerlane" / "products" / "newton_schulz.cuh"
-    text = header.read_text()
-    assert text.count(twin.line) == 1
-    shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-    (tmp_path / "include" / "peerlane" / "products" / header.name).write_text(text.replace(twin.line, twin.instead))
-    monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
+    twin = TWINS[name]
+    use_header(monkeypatch, tmp_path, "products/newton_schulz.cuh", twin.line, twin.instead)
     found = found_alone(tmp_path, SMALL) if twin.alone else found_in_gram(tmp_path, SMALL, 2)
     assert found & twin.kinds, found

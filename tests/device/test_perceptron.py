@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from device.twins import twin
 from peerlane import solutions
 from peerlane.device import compile_cubin
-from peerlane.device.host.declare import DeclaredKernel
-from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gemm, perceptron
 from peerlane.device.tools.lint import lint
 from peerlane.emulator import solution_run
@@ -60,12 +59,8 @@ TWINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "products" / "perceptron.cuh").read_text()
-    assert text.count(line) == 1
-    body = text.replace(line, instead).replace("#pragma once", "")
-    source = perceptron.SOURCE.replace("#include <peerlane/products/perceptron.cuh>", body)
-    monkeypatch.setattr(perceptron, "PERCEPTRON", DeclaredKernel("perceptron", source, **perceptron.PERCEPTRON.fields))
+    broken = twin(perceptron.PERCEPTRON, *TWINS[name], "products/perceptron.cuh")
+    monkeypatch.setattr(perceptron, "PERCEPTRON", broken)
     outcome, worst = run(2)
     assert outcome.findings or worst > 0.02
 

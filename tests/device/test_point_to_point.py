@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.twins import write_header
 from peerlane.device import compile_cubin
 from peerlane.device.collectives.point_to_point import SOURCE, Slots, Space, Transfer, space_bytes, table
-from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.tools.lint import lint
 from peerlane.emulator import Scenario, check
 
@@ -177,17 +177,13 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / HEADER).read_text()
-    assert text.count(twin.right) == 1
-    broken = tmp_path / "peerlane" / HEADER
-    broken.parent.mkdir(parents=True)
-    broken.write_text(text.replace(twin.right, twin.wrong))
+    folder = write_header(tmp_path, HEADER, twin.right, twin.wrong)
     several = [
         *(Message(0, 1, 70) for _ in range(3)),
         *(Message(1, 0, 50) for _ in range(3)),
         *(Message(r, 1 - r, 400, 1) for r in range(2)),
     ]
-    work = Messages(several, headers=(tmp_path,))
+    work = Messages(several, headers=(folder,))
     work.post([0, 1, 2, 6, 7], [0, 1, 2, 6, 7])
     for number in range(3, 6):
         work.post([number], [], stream=1)

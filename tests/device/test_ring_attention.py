@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
+from device.judged import judge_case, require_correct
 from device.test_attention import BF16, expected
 from device.twins import twin
-from peerlane import problems, solutions
 from peerlane.device.attention import forward, ring
 from peerlane.device.attention.forward import TILINGS, AttentionTiling
 from peerlane.device.attention.ring import RingPlan, Shape
@@ -66,8 +65,7 @@ def call(
 
 @pytest.mark.parametrize("label", ["narrow_values_bf16", "scaled_full_fp32"])
 def test_the_solution_is_right(label: str) -> None:
-    case = next(case for case in cases(problems.get(54), 2) if case.label == label)
-    require_correct(judge(solutions.files()[54], 54, case, schedules=1))
+    require_correct(judge_case(54, label, schedules=1))
 
 
 @pytest.mark.long
@@ -76,8 +74,7 @@ def test_the_solution_is_right(label: str) -> None:
     [(54, 4, "nan_last_bf16"), (54, 4, "interleaved_groups_bf16"), (55, 4, "context_inner_bf16"), (56, 4, "chain_bf16")],
 )
 def test_solutions_are_right_on_more_ranks(number: int, world_size: int, label: str) -> None:
-    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
-    require_correct(judge(solutions.files()[number], number, case, schedules=1))
+    require_correct(judge_case(number, label, world_size, schedules=1))
 
 
 @pytest.mark.long

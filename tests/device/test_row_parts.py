@@ -2,28 +2,21 @@
 
 import pytest
 
-from device.judged import cases, judge, require_correct
+from device.judged import judge_case, require_correct
 from device.twins import twin
-from peerlane import problems, solutions
 from peerlane.device import DeclaredKernel, compile_cubin
-from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.solutions.families import row_parts
-
-
-def judged(number: int, label: str, world_size: int = 2, schedules: int = 2) -> EmulatedJudgement:
-    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
-    return judge(solutions.files()[number], number, case, schedules=schedules)
 
 
 @pytest.mark.parametrize(("number", "label"), [(65, "uneven_bf16"), (66, "hot"), (66, "uneven"), (67, "uneven_fp32"), (20, "fp8")])
 def test_rows_come_where_they_are_wanted(number: int, label: str) -> None:
-    require_correct(judged(number, label))
+    require_correct(judge_case(number, label, schedules=2))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "label"), [(65, "strided_group_fp32"), (66, "strided_group"), (67, "uneven_bf16"), (20, "fp8")])
 def test_four_ranks_exchange_rows(number: int, label: str) -> None:
-    require_correct(judged(number, label, 4))
+    require_correct(judge_case(number, label, 4, schedules=2))
 
 
 @pytest.mark.parametrize("kernel", [row_parts.GATHER_ROWS, row_parts.ADD_ROWS], ids=lambda kernel: kernel.name)
@@ -44,5 +37,5 @@ LOST = {
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, number, label, line = LOST[name]
     monkeypatch.setattr(row_parts, kernel, twin(getattr(row_parts, kernel), line, ""))
-    found = judged(number, label, schedules=12)
+    found = judge_case(number, label, schedules=12)
     assert "race" in {finding.kind for finding in found.outcome.findings} or found.wrong is not None

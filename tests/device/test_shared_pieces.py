@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
-from device.twins import twin
+from device.judged import cases, judge, judge_case, require_correct
+from device.twins import changed, twin, write_solution
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import strided
@@ -15,7 +15,6 @@ from peerlane.device.host.declare import F32, U32, DeclaredKernel, Epochs, Packe
 from peerlane.emulator.solution_run import run
 from peerlane.errors import CompileError, UsageError
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
-from peerlane.problems import Case
 
 INLINE = """
     if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
@@ -29,15 +28,11 @@ INLINE = """
 """
 
 
-def case_of(number: int, label: str, world_size: int = 2) -> Case:
-    return next(case for case in cases(problems.get(number), world_size) if case.label == label)
-
-
 def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement:
     """Problem 36 with this body in the kernel."""
     line = "exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);"
     monkeypatch.setattr(strided, "AXIS_EXCHANGE", twin(strided.AXIS_EXCHANGE, line, body))
-    return judge(solutions.files()[36], 36, case_of(36, "padded_bf16"), schedules=20)
+    return judge_case(36, "padded_bf16", schedules=20)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +44,7 @@ def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement
     ],
 )
 def test_a_strided_exchange_without_one_step_is_caught(monkeypatch: pytest.MonkeyPatch, lost: str, kind: str) -> None:
-    assert INLINE.count(lost) == 1
-    outcome = judged_with(monkeypatch, INLINE.replace(lost, "")).outcome
+    outcome = judged_with(monkeypatch, changed(INLINE, lost, "")).outcome
     assert kind in {finding.kind for finding in outcome.findings}
 
 
@@ -60,7 +54,7 @@ def test_the_strided_exchange_written_out_is_clean(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("number", "label"), [(18, "ragged_bf16"), (36, "padded_bf16"), (37, "padded_bf16"), (38, "padded_split_bf16")])
 def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
-    require_correct(judge(solutions.files()[number], number, case_of(number, label)))
+    require_correct(judge_case(number, label))
 
 
 @pytest.mark.parametrize(
@@ -69,11 +63,8 @@ def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
     ids=["packets_that_are_never_new", "an_empty_sum"],
 )
 def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: str, new: str) -> None:
-    text = solutions.files()[18].read_text()
-    assert text.count(old) == 1
-    path = tmp_path / "18_twin_cuda.py"
-    path.write_text(text.replace(old, new))
-    judged = judge(path, 18, case_of(18, "ragged_bf16"))
+    case = problems.get(18).case("small", "ragged_bf16", 2)
+    judged = judge(write_solution(tmp_path, 18, old, new), 18, case)
     assert judged.wrong or judged.outcome.findings
 
 
@@ -136,10 +127,8 @@ def test_wrong_sizes_and_fields_are_told(tmp_path: Path) -> None:
 
 
 def test_an_exchange_of_axes_says_what_it_takes(tmp_path: Path) -> None:
-    text = solutions.files()[36].read_text().replace("cut=head_dim", "cut=seq_dim")
-    path = tmp_path / "36_twin_cuda.py"
-    path.write_text(text)
-    failure = judge(path, 36, case_of(36, "padded_bf16")).outcome.failure
+    case = problems.get(36).case("small", "padded_bf16", 2)
+    failure = judge(write_solution(tmp_path, 36, "cut=head_dim", "cut=seq_dim"), 36, case).outcome.failure
     assert failure is not None and "expected two axes" in str(failure[1])
 
 

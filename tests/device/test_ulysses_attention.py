@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
+from device.judged import judge_case, require_correct
 from device.test_attention import BF16, expected
 from device.twins import twin
-from peerlane import problems, solutions
 from peerlane.device.attention import shards, short, ulysses
 from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
@@ -42,8 +41,7 @@ def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[sol
 
 @pytest.mark.parametrize("label", ["one_head_causal_bf16", "causal_fp32"])
 def test_the_solution_is_right(label: str) -> None:
-    case = next(case for case in cases(problems.get(39), 2) if case.label == label)
-    require_correct(judge(solutions.files()[39], 39, case, schedules=1))
+    require_correct(judge_case(39, label, schedules=1))
 
 
 def test_longer_sequences_are_right(tmp_path: Path) -> None:

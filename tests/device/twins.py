@@ -1,9 +1,15 @@
-"""Kernels with one thing wrong, which tests expect to be caught."""
+"""Kernels and solutions with one thing wrong, which tests expect to be caught."""
 
+import shutil
+from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
+from peerlane import solutions
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.emulator import build
 
 Declared = TypeVar("Declared", bound=DeclaredKernel)
 
@@ -17,3 +23,29 @@ def twin(kernel: Declared, old: str, new: str, *headers: str) -> Declared:
         text = text.replace(include, (INCLUDE_DIR / "peerlane" / header).read_text().replace("#pragma once", ""))
     assert text.count(old) == 1, f"{text.count(old)} times in {kernel.name}: {old}"
     return type(kernel)(kernel.name, text.replace(old, new), **kernel.fields)
+
+
+def changed(text: str, old: str, new: str) -> str:
+    """The text with ``new`` for ``old``, which stands once in it."""
+    assert text.count(old) == 1, f"{text.count(old)} times: {old}"
+    return text.replace(old, new)
+
+
+def write_header(folder: Path, header: str, old: str, new: str) -> Path:
+    """Writes the kit's header, changed, below ``folder``, and returns that: a folder of headers before the kit's own."""
+    (folder / "peerlane" / header).parent.mkdir(parents=True, exist_ok=True)
+    (folder / "peerlane" / header).write_text(changed((INCLUDE_DIR / "peerlane" / header).read_text(), old, new))
+    return folder
+
+
+def use_header(monkeypatch: pytest.MonkeyPatch, folder: Path, header: str, old: str, new: str) -> None:
+    """Has the emulator compile with a changed header instead of the kit's own."""
+    shutil.copytree(INCLUDE_DIR, folder / "include")
+    monkeypatch.setattr(build, "INCLUDE_DIR", write_header(folder / "include", header, old, new))
+
+
+def write_solution(folder: Path, number: int, old: str, new: str) -> Path:
+    """Writes the problem's solution, changed."""
+    path = folder / f"{number}_twin_cuda.py"
+    path.write_text(changed(solutions.files()[number].read_text(), old, new))
+    return path

@@ -7,7 +7,7 @@ import pytest
 from docs.build import production, sections
 from docs.build.findings import gains, rungs_table
 from docs.build.generated import stale, write
-from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, rewritten_section, slower_lines
+from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, slower_lines
 from docs.build.published import problems_table, read_verdicts, shown
 from docs.build.sentences import below_half, figures_by_hand, headline
 from peerlane.errors import UsageError
@@ -30,7 +30,9 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / source).write_text(text_of(result()))
     for path in sections.DOCUMENTS:
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text("before\n<!-- examples:begin -->\n<!-- examples:end -->\nafter\n<!-- other:begin -->\nkept\n")
+        (tmp_path / path).write_text(
+            "before\n<!-- fused_production_of_two:begin -->\n<!-- fused_production_of_two:end -->\nafter\n<!-- other:begin -->\nkept\n"
+        )
     return tmp_path
 
 
@@ -52,7 +54,7 @@ def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> Non
 
 def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     write(checkout, sections.documents(checkout))
-    source = checkout / sections.SECTIONS["examples"][0]
+    source = checkout / sections.SECTIONS["fused_production_of_two"][0]
     source.write_text(text_of(result(speed=(measured("eager", 40.0, 10.0), measured("graph", 30.0, 29.8)))))
     assert stale(checkout, sections.documents(checkout)) == [f"{path}: differs from its source" for path in sections.DOCUMENTS]
 
@@ -120,11 +122,6 @@ def test_kernels_that_became_quicker_are_listed_with_both_times() -> None:
     lines = changes_lines([before, now])
     assert lines[1].startswith("Kernels that became quicker") and "| graph | 60 | 50 | 20 | 2.50 |" in lines[-1].replace(".0", "")
     assert changes_lines([before, before]) == [] and changes_lines([now, before]) == []
-
-
-def test_former_kernels_stand_before_those_that_replaced_them() -> None:
-    rows = rewritten_section(ROOT / "results" / "h200x1" / "transforms_and_sort.jsonl").splitlines()[2:]
-    assert [row.split()[1] for row in rows if row] == ["59", "60", "72", "79", "85"]
 
 
 def test_the_table_of_problems_has_every_verdict() -> None:

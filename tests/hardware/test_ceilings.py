@@ -54,10 +54,10 @@ def test_saving_replaces_whole_and_leaves_nothing_behind() -> None:
 def test_a_failed_write_keeps_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_ceilings(ceilings(4.0))
 
-    def full_disk(descriptor: int) -> None:
+    def full_disk(temporary: str, path: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_ceilings(ceilings(4.5))
     loaded = load_ceilings(NODE)

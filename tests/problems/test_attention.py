@@ -1,4 +1,4 @@
-"""Problems 15, 55-58 and 77 beyond the contract: costs against published figures, oracles against independent computations."""
+"""Problems 15, 55-58 and 77 beyond the contract: oracles against independent computations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,45 +22,6 @@ BF16, FP64 = torch.bfloat16, torch.float64
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected]]:
     """Every rank's outputs."""
     return [expected_leaves(problems.get(case.problem).oracle(case, inputs, rank)) for rank in range(case.world_size)]
-
-
-# Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits; of 55 the means over ranks,
-# as these can share causal work; less for 57, by shared heads.
-FIGURES = [
-    (15, "pkb", 8, 0, 0.0573, 0.0573, 0.067),
-    (15, "production_llama3_8b_mlp", 8, 0, 3.67, 3.67, 120),
-    (55, "pkb", 8, 3, 0.164, 0.164, None),
-    (55, "pkb", 8, 7, 0.164, 0.164, 0.0677),
-    (55, "production_llama2_7b_32k", 8, 7, 167.6, 167.6, 1649),
-    (55, "production_llama3_70b_16k", 8, 7, 234.5, 234.5, 1649),
-    (57, "pkb", 8, 0, 0.541, 0.541, None),
-    (57, "production_llama2_7b_16k", 8, 0, 277, 277, None),
-    (58, "pkb", 8, 0, 1.835, 1.835, 0.27),
-    (58, "production_siglip_so400m", 8, 0, 66.1, 66.1, 309),
-    (58, "production_siglip_b16", 8, 0, 44.0, 44.0, 206),
-    (77, "pkb", 2, 0, 99.5, 99.5, 3630),
-    (77, "pkb", 4, 0, 149, 149, 1810),
-    (77, "pkb", 8, 0, 271, 271, 5730),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "world_size", "rank", "egress", "ingress", "gflop"), FIGURES)
-def test_costs_match_published_figures(
-    number: int, preset: str, world_size: int, rank: int, egress: float, ingress: float, gflop: float | None
-) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, world_size)[0], rank)
-    assert cost.egress_bytes == pytest.approx(egress * 1e6, rel=0.01)
-    assert cost.ingress_bytes == pytest.approx(ingress * 1e6, rel=0.01)
-    if gflop is not None:
-        assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.03)
-
-
-@pytest.mark.parametrize(("number", "preset"), [(55, "pkb"), (56, "pkb"), (56, "production_llama2_7b_batched"), (57, "pkb"), (77, "pkb")])
-def test_every_byte_that_leaves_arrives(number: int, preset: str) -> None:
-    problem = problems.get(number)
-    costs = [problem.cost(problem.cases(preset, 8)[0], rank) for rank in range(8)]
-    assert sum(cost.egress_bytes for cost in costs) == pytest.approx(sum(cost.ingress_bytes for cost in costs))
 
 
 def test_a_pipeline_sends_the_smaller_of_keys_and_hidden_states() -> None:

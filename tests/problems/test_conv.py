@@ -1,4 +1,4 @@
-"""Problems 71, 72, 76, 78, 86 and 87 beyond the contract: costs against published figures, oracles against independent computations."""
+"""Problems 71, 72, 76, 78, 86 and 87 beyond the contract: oracles against independent computations."""
 
 import itertools
 import math
@@ -20,29 +20,6 @@ FP64 = torch.float64
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-
-
-# Problem, world size, rank; bytes out and in, FLOP, as published.
-FIGURES = [
-    (71, 8, 3, 2 * 1024 * 6 * 2, 2 * 1024 * 6 * 2, 2 * 7 * 1024 * 2048),
-    (71, 8, 0, 1024 * 6 * 2, 1024 * 6 * 2, 2 * 7 * 1024 * 2048),
-    (72, 8, 2, 7.3e6, 7.3e6, None),
-    (87, 4, 1, 0.66e6, 0.66e6, 2.4e11),
-    (87, 8, 0, 0.33e6, 0.33e6, 1.2e11),
-    (76, 2, 0, 71e6, 71e6, 4.9e11),
-    (76, 4, 0, 107e6, 107e6, 2.5e11),
-    (76, 8, 0, 125e6, 125e6, 1.2e11),
-]
-
-
-@pytest.mark.parametrize(("number", "world", "rank", "egress", "ingress", "flop"), FIGURES)
-def test_costs_match_published_figures(number: int, world: int, rank: int, egress: float, ingress: float, flop: float | None) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases("pkb", world)[0], rank)
-    assert cost.egress_bytes == pytest.approx(egress, rel=0.02)
-    assert cost.ingress_bytes == pytest.approx(ingress, rel=0.02)
-    if flop is not None:
-        assert cost.flops["bf16"] == pytest.approx(flop, rel=0.03)
 
 
 def test_short_filters_need_only_halos() -> None:

@@ -27,19 +27,9 @@ def labels(number: int) -> list[str]:
     return [case.label for case in problems.get(number).cases("small", 4) if not problems.get(number).process_groups(case)]
 
 
-@pytest.mark.parametrize(("number", "ingress"), [(59, 8.4e6), (60, 10.4e6), (80, 0.344e6)])
-def test_traffic_of_the_public_shapes_on_eight_ranks(number: int, ingress: float) -> None:
-    cost = problems.get(number).cost(problems.get(number).cases("pkb", 8)[0], 0)
-    assert cost.ingress_bytes == pytest.approx(ingress, rel=0.01)
-    assert cost.egress_bytes == pytest.approx(ingress, rel=0.01)
-
-
-def test_memory_traffic_of_the_public_shapes() -> None:
-    """Sinkhorn: 67 MB of logits in and as much out. Kalman filter: 16 bytes for each of 8 x 1024^2 entries, five operations each."""
-    sinkhorn, kalman = (problems.get(n).cost(problems.get(n).cases("pkb", 8)[0], 0) for n in (80, 63))
-    assert sinkhorn.hbm_bytes == 2 * 1024 * 16384 * 4
-    assert kalman.hbm_bytes == pytest.approx(134.2e6, rel=0.01)
-    assert kalman.flops["fp64"] == 5 * 8 * 1024**2
+def test_a_kalman_step_takes_five_operations_an_entry() -> None:
+    problem = problems.get(63)
+    assert problem.cost(problem.cases("pkb", 8)[0], 0).flops["fp64"] == 5 * 8 * 1024**2
 
 
 def test_crowded_masks_cost_less_than_a_plain_gather() -> None:

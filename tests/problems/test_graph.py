@@ -1,4 +1,4 @@
-"""Problems 64-70 and 85 beyond the contract: against their definitions element by element, against each other, and published figures."""
+"""Problems 64-70 and 85 beyond the contract: against their definitions element by element, and against each other."""
 
 import itertools
 import math
@@ -338,22 +338,3 @@ def test_signs_of_zeros_and_bits_of_nan_are_free() -> None:
 
 def test_balanced_parts() -> None:
     assert balanced(10, 4) == [3, 3, 2, 2] and balanced(3, 4) == [1, 1, 1, 0] and balanced(0, 2) == [0, 0]
-
-
-# Published figures, on 8 ranks: problem, preset, egress and ingress in MB.
-FIGURES = [
-    (65, "pkb", 0.21, 0.21),
-    (66, "pkb", 0.459, 0.459),
-    (67, "pkb", 0.233, 0.233),
-    (68, "pkb", 8.96, 8.96),
-    (85, "production_normal", 470, 470),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "egress", "ingress"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, egress: float, ingress: float) -> None:
-    """7/8 of 256 KB (less some repeated rows), 512 KB, 1024 rows of 260 bytes, 20 000 rows of 512 bytes, 2^27 floats."""
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, 8)[0], 0)
-    assert cost.egress_bytes == pytest.approx(egress * 1e6, rel=0.02)
-    assert cost.ingress_bytes == pytest.approx(ingress * 1e6, rel=0.02)

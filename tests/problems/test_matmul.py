@@ -1,4 +1,4 @@
-"""Problems 11-14, 16, 18 and 54 beyond the contract: costs against published figures, oracles against independent float64 arithmetic."""
+"""Problems 11-14, 16, 18 and 54 beyond the contract: oracles against independent float64 arithmetic."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,42 +31,6 @@ def test_partial_products_added_one_by_one_are_right(number: int, world_size: in
         for got, expected in zip(rows, oracles(case, inputs), strict=True):
             (found,) = score(problem, case, got, expected)
             assert found.ratio < 0.8, (slot, found)
-
-
-# Problem, preset, rank; egress and ingress in MB, GFLOP: for 8 ranks, as published to two or three digits; of 54 with causal
-# work shared evenly, by the cheapest exchange.
-FIGURES = [
-    (11, "pkb", 0, 0.92, 0.92, 1.07),
-    (11, "production_llama3_70b_gate_up", 0, 58.7, 58.7, 481),
-    (12, "pkb", 0, 0.92, 0.92, 1.07),
-    (12, "production_llama3_70b_qkv", 0, 58.7, 58.7, 86),
-    (13, "pkb", 0, 3.67, 3.67, 1.07),
-    (13, "production_llama3_70b_down", 0, 117, 117, 240),
-    (14, "pkb", 0, 1.84, 1.84, 0.134),
-    (14, "production_llama3_70b_lm_head_decode", 0, 57.4, 57.4, 67),
-    (16, "pkb", 0, 1.84, 1.84, 0.134),
-    (16, "production_llama3_70b_o_proj_sp", 0, 117, 117, 137),
-    (54, "pkb", 7, 0.115, 0.115, None),
-    (54, "production_llama2_7b_16k", 7, 58.7, 58.7, 275),
-    (54, "production_llama3_70b_64k", 7, 58.7, 58.7, 1100),
-    (54, "production_wan2_1_14b_480p", 3, 147, 147, 2750),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "rank", "egress", "ingress", "gflop"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, rank: int, egress: float, ingress: float, gflop: float | None) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, 8)[0], rank)
-    assert cost.egress_bytes == pytest.approx(egress * 1e6, rel=0.01)
-    assert cost.ingress_bytes == pytest.approx(ingress * 1e6, rel=0.01)
-    if gflop is not None:
-        assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.01)
-
-
-@pytest.mark.parametrize("number", [11, 12, 18])
-def test_compulsory_memory_traffic_of_the_public_shapes(number: int) -> None:
-    problem = problems.get(number)
-    assert problem.cost(problem.cases("pkb", 8)[0], 0).hbm_bytes == pytest.approx(4.2e6, rel=0.01)
 
 
 def test_rms_norm_sends_no_more_than_two_collectives() -> None:

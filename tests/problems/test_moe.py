@@ -1,4 +1,4 @@
-"""Problems 26, 28, 29, 31, 32 and 49-51 beyond the contract: costs against published figures, oracles against independent arithmetic."""
+"""Problems 26, 28, 29, 31, 32 and 49-51 beyond the contract: oracles against independent arithmetic."""
 
 import random
 from collections.abc import Sequence
@@ -28,53 +28,10 @@ def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4), marks: Any = ()) 
     ]
 
 
-# Problem, preset, world size; MB out of and into every rank, GFLOP, as published to two or three digits.
-FIGURES = [
-    (28, "pkb", 8, 3.67, None),
-    (29, "pkb", 8, 3.67, None),
-    (31, "pkb", 8, 5.5, 1.6),
-    (31, "pkb", 4, 2.4, None),
-    (31, "pkb", 2, 0.79, None),
-    (31, "production_mixtral_8x7b", 8, 117, 2900),
-    (31, "production_deepseek_v3", 8, 272, 970),
-    (31, "production_deepseek_v3_decode", 8, 17, 60),
-    (32, "production_mixtral_8x7b", 8, 117, 2900),
-    (49, "pkb", 8, 5.5, 1.6),
-    (49, "pkb", 2, 0.79, 1.6),
-    (49, "production_mixtral_8x22b", 8, 88, 2500),
-    (50, "production_dbrx", 8, 317, 5900),
-    (50, "production_qwen3_235b", 8, 78, 210),
-    (50, "production_gpt_oss_120b", 8, 138, 680),
-    (51, "production_mistral_4x7b", 8, 101, 2900),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "world", "megabytes", "gflop"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, world: int, megabytes: float, gflop: float | None) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, world)[0], 0)
-    assert cost.egress_bytes == cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.03)
-    if gflop is not None:
-        assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.04)
-
-
 def test_a_single_rank_without_peers_sends_nothing() -> None:
     problem = problems.get(51)
     cost = problem.cost(problem.cases("pkb", 2)[0], 0)
     assert cost.egress_bytes == cost.ingress_bytes == 0
-
-
-def test_decoding_reads_the_weights() -> None:
-    problem = problems.get(49)
-    cost = problem.cost(problem.cases("production_mixtral_8x7b_decode", 8)[0], 0)
-    assert cost.hbm_bytes == pytest.approx(352e6, rel=0.01)
-
-
-def test_token_preprocess_needs_little_more_than_the_mask() -> None:
-    problem = problems.get(26)
-    cost = problem.cost(problem.cases("production_qwen3_235b", 8)[0], 0)
-    assert cost.hbm_bytes == pytest.approx(67e6, rel=0.01)
-    assert cost.egress_bytes == 7 * 16 * 4
 
 
 @pytest.mark.parametrize(("experts", "k", "ranks", "expected"), [(256, 8, 8, 5.3), (128, 8, 8, 5.3), (16, 4, 8, 3.6), (128, 4, 8, 3.3)])

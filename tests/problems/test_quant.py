@@ -1,4 +1,4 @@
-"""Problems 19, 20, 44, 52 and 53 beyond the contract: costs against published figures, codes against exact arithmetic, ties."""
+"""Problems 19, 20, 44, 52 and 53 beyond the contract: codes against exact arithmetic, ties."""
 
 import bisect
 import math
@@ -34,30 +34,6 @@ def nearest_codes(quotient: Fraction) -> set[Fraction]:
 
 def ratio(case: Case, got: Any, expected: Any) -> float:
     return max(item.ratio for item in score(problems.get(case.problem), case, got, expected))
-
-
-# Problem, preset, bytes out of and into the port in MB: for 8 ranks, as published to two or three digits.
-FIGURES = [
-    (19, "pkb", 7.57),
-    (20, "pkb", 14.9),
-    (44, "pkb", 2.8),
-    (44, "production_ddp_bucket", 35),
-    (44, "production_llama3_8b_block", 576),
-    (52, "pkb", 0.0287),
-    (52, "production_ddp_bucket", 11.5),
-    (52, "production_llama3_8b_block", 191),
-    (52, "production_llama3_70b_block", 749),
-    (53, "pkb", 0.0287),
-    (53, "production_llama3_8b_block", 191),
-    (53, "production_llama3_70b_block", 749),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "megabytes"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, megabytes: float) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases(preset, 8)[0], 3)
-    assert cost.egress_bytes == cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
 
 
 def test_on_two_ranks_sending_all_codes_is_cheaper() -> None:

@@ -1,4 +1,4 @@
-"""Problems 10, 17, 33 to 35, 37 to 39, 45 and 46 beyond the contract: published costs, layouts element by element, second computations."""
+"""Problems 10, 17, 33 to 35, 37 to 39, 45 and 46 beyond the contract: layouts element by element, second computations."""
 
 import itertools
 import math
@@ -34,59 +34,6 @@ def numbered(case: Case) -> list[tuple[Any, ...]]:
     first = itertools.accumulate((args[0].numel() for args in inputs), initial=0)
     tensors = [torch.arange(start, start + args[0].numel()).view(args[0].shape) for start, args in zip(first, inputs, strict=False)]
     return [(tensor, *args[1:]) for tensor, args in zip(tensors, inputs, strict=True)]
-
-
-# Problem, preset; the busiest rank's port traffic in MB and bf16 GFLOP: for 8 ranks, as published to two or three digits.
-FIGURES = [
-    (17, "pkb", 0.46, None),
-    (17, "production_llama3_8b_32k", 294, None),
-    (33, "pkb", 1.84, None),
-    (33, "production_llama3_70b_32k", 58.7, None),
-    (33, "production_wan21_14b_720p", 84.7, None),
-    (34, "pkb", 14.7, None),
-    (34, "production_llama3_70b_sp", 117, None),
-    (34, "production_llama3_8b_fsdp", 382, None),
-    (34, "production_deepseek_v3_decode", 1.6, None),
-    (35, "pkb", 14.7, None),
-    (37, "pkb", 0.23, None),
-    (37, "production_llama3_70b_output", 58.7, None),
-    (37, "production_wan21_14b_720p", 84.7, None),
-    (38, "pkb", 0.69, None),
-    (38, "production_llama2_7b_32k", 88, None),
-    (38, "production_wan21_14b_720p", 254, None),
-    (39, "pkb", 0.115, None),
-    (39, "production_llama2_7b_16k", 58.7, 550),
-    (39, "production_wan21_14b_480p", 147, 3600),
-    (45, "pkb", 0.23, None),
-    (45, "production_llama3_70b_sp", 117, None),
-    (45, "production_deepseek_v3_decode", 6.4, None),
-    (46, "pkb", 0.0143, 0.0021),
-    (46, "production_llama3_70b", 0.224, None),
-]
-
-
-@pytest.mark.parametrize(("number", "preset", "port", "gflop"), FIGURES)
-def test_costs_match_published_figures(number: int, preset: str, port: float, gflop: float | None) -> None:
-    problem = problems.get(number)
-    costs = [problem.cost(problem.cases(preset, 8)[0], rank) for rank in range(8)]
-    assert max(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) == pytest.approx(port * 1e6, rel=0.02)
-    if gflop is not None:
-        assert costs[0].flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.02)
-
-
-@pytest.mark.parametrize(("preset", "megabytes"), [("pkb", 2.1), ("production_llama3_70b", 263)])
-def test_the_lm_head_reads_its_weights_once(preset: str, megabytes: float) -> None:
-    problem = problems.get(46)
-    assert problem.cost(problem.cases(preset, 8)[0], 0).hbm_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
-
-
-@pytest.mark.parametrize("number", [17, 33, 34, 37, 38, 39, 45, 46])
-def test_what_leaves_ports_enters_ports(number: int) -> None:
-    problem = problems.get(number)
-    for preset, world_size in itertools.product(problem.presets, (2, 4, 8)):
-        for case in problem.cases(preset.name, world_size):
-            costs = [problem.cost(case, rank) for rank in range(world_size)]
-            assert sum(c.egress_bytes for c in costs) == pytest.approx(sum(c.ingress_bytes for c in costs)), case.key
 
 
 @pytest.mark.parametrize("label", ["scatter_third_bf16", "scatter_second_bf16", "same_axis_bf16", "negative_int32", "vector_int64"])

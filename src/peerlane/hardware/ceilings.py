@@ -1,18 +1,17 @@
 """Measured ceilings of a node: what its GPUs and links reached in plain copies and matrix products, stored per node class.
 
-``python -m peerlane.hardware.measure`` takes them (see :mod:`peerlane.hardware.measure`); this module holds and stores them.
+:mod:`peerlane.hardware.measure` takes them; this module holds and stores them.
 """
 
 import json
-import os
 import re
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.files import write_atomically
 from peerlane.common.places import ROW_BYTES
 from peerlane.settings import cache_dir
 
@@ -138,16 +137,7 @@ def save_ceilings(ceilings: Ceilings) -> Path:
     """Stores ceilings under the node's class. Replaces the file in one step: a reader sees the old file or the new one, never a part."""
     path = ceilings_path(ceilings.node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(ceilings.to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomically(path, json.dumps(ceilings.to_json(), indent=1).encode())
     return path
 
 

@@ -1,11 +1,10 @@
-"""Measure a node's ceilings: ``python -m peerlane.hardware.measure`` prints them as JSON and stores them.
+"""Measures a node's ceilings, for ``peerlane doctor --measure``.
 
 Three steps, one after the other, none in the calling process, which never gets a CUDA context: every GPU on its own (all at the same time),
 the links (one process holding all GPUs), and a small NCCL group. Each step has a deadline; a process that misses it is killed and what it
 had measured until then is kept. On a machine without GPUs, or with a torch without CUDA, the answer is empty and its notes say why.
 """
 
-import argparse
 import datetime
 import json
 import os
@@ -22,11 +21,11 @@ from typing import Any
 import torch
 
 from peerlane.common.version import PACKAGE
-from peerlane.hardware.ceilings import Ceilings, Measurement, save_ceilings
+from peerlane.hardware.ceilings import Ceilings, Measurement
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.topology import Topology, discover
 
-DEFAULT_BUDGET_S = 40.0
+BUDGET_S = 40.0
 _POLL_S = 0.02
 PROBES = (sys.executable, "-m", "peerlane.hardware.probes")
 
@@ -40,8 +39,8 @@ class ProbeJob:
     out: Path
 
 
-def measure_node(budget_s: float = DEFAULT_BUDGET_S) -> Ceilings:
-    """Measures this machine's ceilings in at most about ``budget_s`` seconds; stores nothing.
+def measure_node() -> Ceilings:
+    """Measures this machine's ceilings in at most about ``BUDGET_S`` seconds; stores nothing.
 
     A step may take what earlier ones left of the budget, less 5 s for each one after it. What a machine lacks or a probe fails at raises
     nothing: those figures are missing, and ``Ceilings.notes`` says why.
@@ -55,7 +54,7 @@ def measure_node(budget_s: float = DEFAULT_BUDGET_S) -> Ceilings:
     if obstacle:
         notes.append(obstacle)
     else:
-        deadline = time.monotonic() + budget_s
+        deadline = time.monotonic() + BUDGET_S
         with tempfile.TemporaryDirectory(prefix="peerlane-measure-") as folder:
             steps = _steps(len(topology.gpus), Path(folder))
             for position, jobs in enumerate(steps):
@@ -85,7 +84,7 @@ def run_probes(jobs: Sequence[ProbeJob], limit_s: float) -> list[tuple[dict[str,
     for job, process in running:
         samples, notes = _read(job.out)
         if job.name in late:
-            notes.append(f"{job.name} was stopped after {max(limit_s, 0):.0f} s: give it more time with --budget-s, or look for a hung GPU")
+            notes.append(f"{job.name} was stopped after {max(limit_s, 0):.0f} s: look for a hung GPU")
         elif process.returncode and not notes:
             notes.append(f"{job.name} ended with code {process.returncode}: {_last_line(job.out.with_suffix('.log'))}")
         results.append((samples, notes))
@@ -142,24 +141,3 @@ def _read(out: Path) -> tuple[dict[str, list[float]], list[str]]:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; returns 0 if anything was measured, else 1. The reasons go to standard error as well as into the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m peerlane.hardware.measure", description="Measure this node's ceilings; prints JSON.")
-    parser.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all steps together (default: %(default)s)")
-    parser.add_argument("--no-save", action="store_true", help="print only; do not store under the cache directory")
-    options = parser.parse_args(arguments)
-    ceilings = measure_node(options.budget_s)
-    print(json.dumps(ceilings.to_json(), indent=1))
-    for note in ceilings.notes:
-        print(note, file=sys.stderr)
-    if not ceilings.figures:
-        return 1
-    if not options.no_save:
-        print(f"stored in {save_ceilings(ceilings)}", file=sys.stderr)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.common.files import write_atomically
 from peerlane.common.places import ROW_BYTES
 from peerlane.device.host.jit import INCLUDE_DIR
 
@@ -125,9 +125,7 @@ class Report:
             self.note(f"{figure} was not measured: {first_line}")
 
     def _write(self) -> None:
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps({"samples": self.samples, "notes": self.notes}))
-        os.replace(partial, self.path)
+        write_atomically(self.path, json.dumps({"samples": self.samples, "notes": self.notes}).encode())
 
 
 def timing_event() -> torch.cuda.Event:

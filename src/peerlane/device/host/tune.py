@@ -10,9 +10,7 @@ captured, and where ranks do not run at the same time on GPUs.
 """
 
 import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from peerlane import settings
+from peerlane.common.files import write_atomically
 from peerlane.device.host.group import Group
 
 Option = TypeVar("Option")
@@ -153,8 +152,6 @@ def _keep(path: Path, key: str, option: str) -> None:
     """Adds an entry, by a new file that takes the old one's place. A folder that cannot be written keeps nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({**_kept(path), key: option}, file, indent=1)
-        os.replace(file.name, path)
+        write_atomically(path, json.dumps({**_kept(path), key: option}, indent=1).encode())
     except OSError:
         return

@@ -17,6 +17,7 @@ from pygments.token import String
 
 from peerlane.generate.board import Board
 from peerlane.generate.samples import Sample
+from peerlane.report.tables import shown_us
 from peerlane.results.result import Result
 from peerlane.results.sanitize import printable
 from peerlane.results.speed_record import ModeSpeed
@@ -131,12 +132,8 @@ def _axis(top: float) -> Iterator[str]:
     for share in (0.0, 0.5, 1.0):
         y = _y(share * top, top)
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_microseconds(share * top)}</text>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown_us(share * top)}</text>'
     yield f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">block, in order</text>'
-
-
-def _microseconds(value: float) -> str:
-    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _x(index: int, count: int) -> float:
