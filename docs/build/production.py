@@ -4,13 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from statistics import median
 
 from docs.build.comparison import MODES, comparison_report, summary
 from docs.build.tables import table, time_us
 from peerlane import problems
 from peerlane.common.words import counted
 from peerlane.hardware.ceilings import Ceilings
-from peerlane.report.bounds import attainable_us
+from peerlane.report.bounds import attainable_us, bound_us
 from peerlane.report.tables import microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
@@ -25,6 +26,34 @@ SLOWER = 0.95
 WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no clusters; the reference's products have all SMs in turn"
 REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES)}
 """Why a kernel is slower than the reference at a production size, by kind of node and problem. Written by hand, here and nowhere else."""
+
+FAR: Mapping[int, str] = {
+    1: "the launch and one trip of a packet",
+    5: "the launch and one trip of a packet",
+    10: "ids are counted, sent and answered, with a meeting of the ranks' blocks behind each step",
+    23: "the launch and one trip of a packet",
+    24: "one pass, then sums of a warp, a block, a rank and all ranks, each behind the last",
+    26: "the host waits for the counts",
+    28: "rows are numbered, places asked for and answered before a token leaves, and tokens of other ranks are copied once more",
+    29: "places are asked for and answered before a row is added up",
+    30: "two launches and one trip of a packet",
+    44: "two barriers between the ranks, and a division for each element",
+    52: "the largest value of all gradients is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass",
+    53: "the largest value of all parameters is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass",
+    58: "logits go to memory and come back between the product and the loss; the bound has neither",
+    61: "rows are packed, sent and unpacked, and the host waits for their number",
+    64: "four meetings of the ranks' blocks a hop, one behind the other",
+    65: "parts begin where other ranks say: a meeting before a row leaves",
+    66: "parts begin where other ranks say: a meeting before a row leaves",
+    68: "the host waits for the number of rows that all ranks want",
+    69: "hosts tell each other their numbers of edges before the launch",
+    70: "lengths are added up on all ranks before a bag leaves, and the host waits for the sizes",
+    79: "similarities go to memory and are read three times; a shard is copied where its rows begin at odd addresses",
+    81: "overlaps are counted behind a barrier, and masks are written as float32, four times the bytes that come",
+}
+"""What holds a kernel that is far from its bound at a production size on two H200, by problem. Written by hand."""
+NEAR, NEAR_ATTAINABLE = 0.5, 0.8
+"""Shares of the bound and of the attainable time, either of which a kernel reaches that is not far."""
 
 NO_RUN = "No run is recorded here."
 
@@ -43,13 +72,31 @@ def production_section(path: Path) -> str:
     ceilings = Ceilings.from_json(json.loads(measured.read_text(encoding="utf-8"))) if measured.is_file() else None
     parts = [*summary(results), *_wrong(results), *_left_out(every, results), ""]
     parts += [comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
-    parts += [*algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
+    parts += [*far_lines(results, ceilings), *algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
     return "\n".join(parts).rstrip()
 
 
 def public_protocol_section(path: Path) -> str:
     """Returns the table of a file of results by the public timing protocol."""
     return comparison_report(read_results(path)) if path.is_file() else NO_RUN
+
+
+def far_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
+    """Returns a line that counts the kernels near their bound or their attainable time, and one for each other kernel, with what holds it."""
+    lines = []
+    for result in sorted(results, key=lambda item: item.problem.id):
+        speed = next((speed for mode in MODES if (speed := result.speed_in(mode)) is not None), None)
+        bound, steps = bound_us(result), attainable_us(result, ceilings)
+        if speed is None or bound is None:
+            continue
+        us = speed.candidate_us.median
+        if bound / us >= NEAR or (steps is not None and sum(steps.values()) / us >= NEAR_ATTAINABLE):
+            continue
+        launch_us = (median(speed.candidate_launch_us or (0.0,)) - speed.copies_launch_us) / speed.calls_per_block
+        host = f"the host works or waits for {time_us(launch_us)} of {time_us(us)} us; " if launch_us >= NEAR * us else ""
+        lines.append(f"* {result.problem.id} {result.problem.slug}: {host}{FAR.get(result.problem.id, 'not known yet')}.")
+    near = len([result for result in results if result.speed]) - len(lines)
+    return ["", f"{near} kernels take at most twice the bound, or 1.25 times what is attainable. What holds the others:", "", *lines]
 
 
 def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
