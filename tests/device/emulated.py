@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,6 +87,18 @@ def solution(a, b, **others):
     out = kernel(group_of(), a.shape[0], b.shape[1], a.dtype)(gemm.aligned(a), gemm.aligned(b), **others)
     return out
 """
+
+
+def outputs(folder: Path, source: str, calls: Sequence[tuple[Any, ...]], schedules: int = 4) -> list[Any]:
+    """Returns every rank's output of a solution with these arguments. Raises what a rank raised; nothing may be found."""
+    file = folder / "step.py"
+    file.write_text(source)
+    outcome = solution_run.run(file, [calls], schedules=schedules)
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    assert outcome.findings == []
+    found: list[Any] = outcome.outputs[0]
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from device.emulated import outputs
 from device.test_attention import expected
 from peerlane import ops
 from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.emulator.solution_run import run
 from peerlane.errors import UsageError
 
 STEP = """
@@ -87,17 +87,6 @@ def solution(x, w, whole):
 """
 
 
-def outputs(tmp_path: Path, text: str, calls: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
-    file = tmp_path / "step.py"
-    file.write_text(text)
-    outcome = run(file, [calls])
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert outcome.findings == []
-    found: list[list[torch.Tensor]] = outcome.outputs[0]
-    return found
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tensor_parallel_layer_equals_the_whole_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     world_size, m, k, n = 2, 32, 32, 64
@@ -140,16 +129,19 @@ def test_replicated_products_equal_those_of_one_place(dtype: torch.dtype, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "heads", "depths"),
     [
-        ("ring_attention", torch.bfloat16),
-        pytest.param("ulysses_attention", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("ulysses_attention", torch.float32, marks=pytest.mark.slow),
+        ("ring_attention", torch.bfloat16, (2, 2, 2, 2), (16, 16, 16, 16)),
+        ("ring_attention", torch.float32, (4, 2, 2, 4), (16, 16, 8, 8)),  # heads share keys
+        pytest.param("ulysses_attention", torch.bfloat16, (2, 2, 2, 2), (16, 16, 16, 16), marks=pytest.mark.slow),
+        pytest.param("ulysses_attention", torch.float32, (2, 2, 2, 2), (16, 16, 16, 16), marks=pytest.mark.slow),
     ],
 )
-def test_attention_over_ranks_equals_attention_in_one_place(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_attention_over_ranks_equals_attention_in_one_place(
+    name: str, dtype: torch.dtype, heads: tuple[int, ...], depths: tuple[int, ...], tmp_path: Path
+) -> None:
     generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(1, 12, 2, 16, generator=generator).to(dtype) for _ in range(4)]
+    whole = [torch.randn(1, 12, h, depth, generator=generator).to(dtype) for h, depth in zip(heads, depths, strict=True)]
     parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), name) for rank in range(2)]
     wide = [value.double().requires_grad_() for value in whole[:3]]
     out, _ = expected(wide[0], wide[1], wide[2], None, True)
@@ -159,19 +151,6 @@ def test_attention_over_ranks_equals_attention_in_one_place(name: str, dtype: to
             part = want.chunk(2, 1)[rank]
             assert got.dtype == dtype
             assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
-
-
-def test_ring_attention_in_float32_shares_key_heads(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    heads, depths = (4, 2, 2, 4), (16, 16, 8, 8)
-    whole = [torch.randn(1, 8, h, depth, generator=generator) for h, depth in zip(heads, depths, strict=True)]
-    parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), "ring_attention") for rank in range(2)]
-    wide = [value.double().requires_grad_() for value in whole[:3]]
-    out, _ = expected(wide[0], wide[1], wide[2], None, True)
-    gradients = torch.autograd.grad((out * whole[3]).sum(), wide)
-    for rank, found in enumerate(outputs(tmp_path, ATTENTION, parts)):
-        for got, want in zip(found, (out.detach(), *gradients), strict=True):
-            torch.testing.assert_close(got.double(), want.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_of_local_experts_match_finite_differences() -> None:

@@ -54,9 +54,9 @@ def wrong(given: list[tuple[torch.Tensor, ...]], rank: int, got: tuple[Any, ...]
     return not torch.allclose(y.double().view(blocks.shape) * by, blocks, rtol=2**-4 + 1e-4, atol=float(by.max()) * 2**-9)
 
 
-def found(world_size: int, calls: list[Call], *, dtype: torch.dtype = torch.bfloat16, schedules: int = 2, graph: bool = False) -> set[str]:
+def found(world_size: int, calls: list[Call], *, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Returns the kinds of the emulator's findings for some calls, and ``wrong_result``."""
-    made, kinds = EmulatedRanks(world_size, schedules=schedules), set[str]()
+    made, kinds = EmulatedRanks(world_size, schedules=2), set[str]()
 
     def load(rank: int) -> Any:
         norm = ShardedRmsNorm(Communicator(group_of(), rings=RINGS))

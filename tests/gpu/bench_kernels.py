@@ -1,16 +1,13 @@
 """Times the kit's collectives, fused kernels and matrix product beside NCCL, cuBLAS and torch's fused operators, as replayed CUDA graphs.
 
-    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product|launches [--world 2] [--out FILE]
+    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
 
 One process per GPU. A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the
 size of the error. What is published comes from `peerlane eval`, which generates inputs anew and compares every answer. Times are the
 slowest rank's, in microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
-`launches` is for one GPU: two ranks of one process share it, and the host's time for a call is shown beside the time of the call.
 """
 
 import os
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 from harness import BF16, Call, Row, run_on_shared_gpus, script
-from local_ranks import LocalRanks
 
 from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.products import gemm
-from peerlane.device.products.all_gather_gemm import all_gather_gemm
-from peerlane.device.products.gemm_all_gather import gemm_all_gather
-from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
-from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
 SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
@@ -188,39 +180,7 @@ def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def launches(rank: int, world: int) -> Iterator[dict[str, Any]]:
-    """Host time of a repeated call, and the time that calls of both ranks take, with operands of (m, k) and (k, n)."""
-    ranks = LocalRanks(2)
-    for m, n, k in ((64, 256, 256), (512, 1024, 1024), (4096, 4096, 2048)):
-        shapes: dict[str, tuple[tuple[int, int], tuple[int, int], Any]] = {
-            "gemm_rs": ((m, k // 2), (k // 2, n), lambda g, m=m, n=n: gemm_reduce_scatter(g, m, n, BF16)),
-            "gemm_ar": ((m, k // 2), (k // 2, n), lambda g, m=m, n=n: gemm_all_reduce(g, m, n, BF16)),
-            "gemm_ag": ((m, k), (k, n // 2), lambda g, m=m, n=n: gemm_all_gather(g, m, n // 2, BF16)),
-            "ag_gemm": ((m, k // 2), (k, n), lambda g, m=m, k=k: all_gather_gemm(g, m, k // 2, BF16)),
-            "gemm": ((m, k), (k, n), lambda g, m=m, n=n, k=k: gemm.product(g, m, n, k, BF16)),
-        }
-        for name, (left, right, make) in shapes.items():
-            calls: list[Call] = []
-            for group in ranks.each():
-                a, b, kernel = torch.randn(left, device="cuda").to(BF16), torch.randn(right, device="cuda").to(BF16), make(group)
-                calls.append(lambda kernel=kernel, a=a, b=b: kernel(a, b))
-            host_us, call_us = [], []
-            for stretch in range(6):
-                ranks.synchronize()
-                count, begin, spent = 40, time.perf_counter(), 0.0
-                for _, call in zip(ranks.each(), calls, strict=True):
-                    start = time.perf_counter()
-                    for _ in range(count):
-                        call()
-                    spent += (time.perf_counter() - start) / len(calls)
-                ranks.synchronize()
-                if stretch:  # the first one compiles and loads
-                    host_us.append(spent / count * 1e6)
-                    call_us.append((time.perf_counter() - begin) / count * 1e6)
-            yield {"op": name, "m": m, "n": n, "k": k, "host_us": round(min(host_us), 2), "call_us": round(statistics.median(call_us), 2)}
-
-
-BENCHES = {"collectives": collectives, "fused": fused, "product": product, "launches": launches}
+BENCHES = {"collectives": collectives, "fused": fused, "product": product}
 
 
 def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:

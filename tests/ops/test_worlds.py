@@ -1,5 +1,6 @@
 """Operators on emulated ranks: groups of one to eight, reductions, axes and outputs that stay, memory that is bounded."""
 
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from device import emulated
 from peerlane import ops
 from peerlane.device import communicator, group_of
 from peerlane.device.host.group import current_group
 from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
-from peerlane.emulator.solution_run import run
 from peerlane.ops import preparation
 from representatives import first
 
 BF16 = torch.bfloat16
+outputs = functools.partial(emulated.outputs, schedules=1)
 COLLECTIVES = """
 import torch
 from peerlane import ops
@@ -50,17 +52,6 @@ def solution(name, calls):
     places = {result.data_ptr() for result, _ in held}
     return [len(places) == len(held)] + [bool(torch.equal(result, copy)) for result, copy in held]
 """
-
-
-def outputs(tmp_path: Path, text: str, calls: list[tuple[Any, ...]]) -> list[Any]:
-    file = tmp_path / "step.py"
-    file.write_text(text)
-    outcome = run(file, [calls], schedules=1)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert outcome.findings == []
-    found: list[Any] = outcome.outputs[0]
-    return found
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

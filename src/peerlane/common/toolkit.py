@@ -18,12 +18,12 @@ def find_nvcc(environ: Mapping[str, str] | None = None) -> str | None:
     return _find("nvcc", os.environ if environ is None else environ)
 
 
-def find_disassembler() -> str | None:
-    """Returns the path of nvdisasm, of a toolkit or of the wheel of Triton, which has one; None if there is none."""
-    if found := _find(DISASSEMBLER, os.environ):
+def find_disassembler(tool: str = DISASSEMBLER) -> str | None:
+    """Returns the path of nvdisasm, or of cuobjdump, of a toolkit or of the wheel of Triton, which has both; None if there is none."""
+    if found := _find(tool, os.environ):
         return found
     spec = importlib.util.find_spec("triton")
-    wheel = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / DISASSEMBLER
+    wheel = None if spec is None or spec.origin is None else Path(spec.origin).parent / "backends" / "nvidia" / "bin" / tool
     return str(wheel) if wheel is not None and os.access(wheel, os.X_OK) else None
 
 

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
-from pathlib import Path
 
 from peerlane.common.words import counted
 from peerlane.emulator.host_libraries import runs_here
@@ -247,12 +246,15 @@ class EvaluationPipeline:
         self.case, runner = cases[0], checked[0]
         if job.nodes > 1:
             with self._in("audit"):
-                self._count_network_bytes(runner)
+                self.network = count_network_bytes(runner, self.session.cluster)
+            if self.network.is_below_bound(typical=job.problem.cost(runner.case, 0).typical):
+                self.flags.add(BELOW_NETWORK_BOUND)
         timed = bool(job.modes) and not self.node.place.untimed
-        if job.timelines is not None and not (timed and job.candidate.is_reference):
+        timelines = None if job.timelines is None else TimelineWriter(job.timelines, job, self.node.device)
+        if timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
             with self._in("audit"):
-                self._timelines(job.timelines).write_call(runner)
+                timelines.write_call(runner)
         speed: Benchmark | None = None
         if timed:
             speed = self._time(runner, begin)
@@ -262,9 +264,9 @@ class EvaluationPipeline:
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(runner, speed)
-        if job.timelines is not None and speed is not None and self.group.healthy:
+        if timelines is not None and speed is not None and self.group.healthy:
             with self._in("audit"):
-                self._timelines(job.timelines).write_blocks(speed, self.speeds, self.auditor)
+                timelines.write_blocks(speed, self.speeds, self.auditor)
         if self.group.healthy:
             self._leave()
             if job.candidate.is_reference and self.group.reusable:  # its group stays, and the next problem may need the memory
@@ -282,8 +284,7 @@ class EvaluationPipeline:
         job = self.job
         if not (cases := job.judged_cases()):
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
-            missing = f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"
-            raise Rejected(NotRun(missing=missing))
+            raise Rejected(NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"))
         return cases
 
     def _spawn(self) -> None:
@@ -316,7 +317,7 @@ class EvaluationPipeline:
         opened = CaseRunner(self.session, self.group.present, self.job.problem, case, space, slots, evidence=evidence)
         opened.quiet_s = self._quiet_s()
         self.runners.append(opened)
-        return self.runners[-1]
+        return opened
 
     def _quiet_s(self) -> float:
         """Returns after how many seconds a call hangs whose ranks make no progress.
@@ -420,11 +421,6 @@ class EvaluationPipeline:
         self.flags |= set(measured.flags)
         return measured
 
-    def _count_network_bytes(self, runner: CaseRunner) -> None:
-        self.network = count_network_bytes(runner, self.session.cluster)
-        if self.network.is_below_bound(typical=self.job.problem.cost(runner.case, 0).typical):
-            self.flags.add(BELOW_NETWORK_BOUND)
-
     def _audit(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
         custom = self.job.track == "custom"
@@ -464,9 +460,6 @@ class EvaluationPipeline:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
-
-    def _timelines(self, folder: Path) -> TimelineWriter:
-        return TimelineWriter(folder, self.job, self.node.device)
 
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""

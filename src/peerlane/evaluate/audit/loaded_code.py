@@ -5,9 +5,7 @@ Runs in the candidate's process: evidence for reports, not for verdicts.
 """
 
 import gc
-import importlib.util
 import mmap
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from peerlane.common.toolkit import find_disassembler
 from peerlane.device.host import launch, tune
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.device_code import in_ptx, in_sass
@@ -94,7 +93,7 @@ def disassembled(file: Path) -> dict[str, frozenset[str]]:
     """
     if file.stat().st_size > _MOST_LIBRARY_BYTES:
         raise ValueError(f"larger than {_MOST_LIBRARY_BYTES >> 20} MiB, not disassembled")
-    tool = _cuobjdump()
+    tool = find_disassembler("cuobjdump")
     if tool is None:
         raise OSError("cuobjdump is not installed: pip install 'peerlane[triton]', or the CUDA toolkit")
 
@@ -105,13 +104,3 @@ def disassembled(file: Path) -> dict[str, frozenset[str]]:
         return done.stdout
 
     return dict(in_ptx(dump("-ptx")) or in_sass(dump("-sass")))
-
-
-def _cuobjdump() -> str | None:
-    """Returns where cuobjdump is: on the path, in the usual folder of a toolkit, or in Triton's wheel."""
-    if found := shutil.which("cuobjdump"):
-        return found
-    spec = importlib.util.find_spec("triton")
-    wheel = [Path(spec.origin).parent / "backends" / "nvidia" / "bin"] if spec is not None and spec.origin else []
-    candidates = [folder / "cuobjdump" for folder in (Path("/usr/local/cuda/bin"), *wheel)]
-    return next((str(path) for path in candidates if path.is_file()), None)
