@@ -62,7 +62,7 @@ TWINS = [
     (64, "two_hops", "    meet_blocks(peers, arena, 6 * gridDim.x, number);", "    __syncthreads();"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "parts(counts, ranks.rank)", "parts(counts, 0)"),
-    (67, "uneven_bf16", "(ranks, value, order,", "(ranks, value, order.flip(0),"),
+    (67, "uneven_bf16", "pairs_before(arena.rank, threadIdx.x)", "0"),
     (70, "unequal_batches", "peers.barrier(blockIdx.x, epoch);", "peers.signal_all(blockIdx.x, epoch);"),
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
