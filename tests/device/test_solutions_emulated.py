@@ -133,6 +133,15 @@ def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping
     require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "label"), [(63, "uneven"), (67, "uneven_bf16")])
+def test_solutions_make_room_and_launch_again(number: int, label: str, tmp_path: Path) -> None:
+    text, file = solutions.files()[number].read_text(), tmp_path / solutions.files()[number].name
+    assert text.count("return [1024]") == 1
+    file.write_text(text.replace("return [1024]", "return [1]"))
+    require_correct(judge(file, number, case_of(number, label, 2), schedules=2))
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Cubin]:
     """What NVRTC makes of every kernel that the emulator runs."""

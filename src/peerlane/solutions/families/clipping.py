@@ -22,7 +22,7 @@ using namespace peerlane;
 struct Powers {
     float other, expert;
 };
-constexpr u32 part_bytes = 1u << 16;
+constexpr u32 part_bytes = PART_BYTES;
 
 // The runs of tensors that blocks take in turn. A part's tensor is searched from that of the part before, in either direction.
 struct Parts {
@@ -30,9 +30,9 @@ struct Parts {
     u32 tensor = 0, first = 0;
 
     __device__ u32 own() const { return (args.parts + gridDim.x - 1 - blockIdx.x) / gridDim.x; }
-    __device__ u64 elements() const { return args.tagged_elements[tensor] / 4; }
-    __device__ u32 dtype() const { return args.tagged_elements[tensor] % 4; }
-    __device__ u32 count() const { return u32((elements() * (dtype() == 0 ? 4 : 2) + part_bytes - 1) / part_bytes); }
+    __device__ u64 bytes() const { return args.tagged_bytes[tensor] / 4; }
+    __device__ u32 dtype() const { return args.tagged_bytes[tensor] % 4; }
+    __device__ u32 count() const { return u32((bytes() + part_bytes - 1) / part_bytes); }
     // Returns the number in its tensor of the block's part `i`.
     __device__ u32 move_to(u32 i) {
         const u32 part = i * gridDim.x + blockIdx.x;
@@ -83,9 +83,9 @@ __device__ inline void each_vector(char* tensor, u64 elements, u32 part, const C
 template <u32 at_once, bool writes, class Change>
 __device__ inline void each_gradient(const Parts& at, u32 part, const Change& change) {
     char* tensor = at.args.tensor[at.tensor];
-    if (at.dtype() == 0) each_vector<Float32, at_once, writes>(tensor, at.elements(), part, change);
-    else if (at.dtype() == 1) each_vector<BFloat16, at_once, writes>(tensor, at.elements(), part, change);
-    else each_vector<Float16, at_once, writes>(tensor, at.elements(), part, change);
+    if (at.dtype() == 0) each_vector<Float32, at_once, writes>(tensor, at.bytes() / 4, part, change);
+    else if (at.dtype() == 1) each_vector<BFloat16, at_once, writes>(tensor, at.bytes() / 2, part, change);
+    else each_vector<Float16, at_once, writes>(tensor, at.bytes() / 2, part, change);
 }
 
 // The sum of power(|g|) over the elements of all parts of the block, for the caller's share of them.
@@ -141,13 +141,13 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
 }
 """
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TAGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_TENSORS, PART_BYTES = 1024, 1 << 16
 THREADS, AT_ONCE = 1024, 4
 """Of a block, which has an SM of its own; and how many vectors of a thread are on their way."""
 CLIP_GRADIENTS = DeclaredKernel(
     "clip_gradients", SOURCE, epochs=Epochs(), sums=Packets(), tensor=array(Field("char*", ctypes.c_uint64), MOST_TENSORS),
-    tagged_elements=array(U64, MOST_TENSORS), parts=U32, experts_from=U32, expert_factor=F32, max_norm=F32, norm_type=F32,
+    tagged_bytes=array(U64, MOST_TENSORS), parts=U32, experts_from=U32, expert_factor=F32, max_norm=F32, norm_type=F32,
     weight=array(F32, MAX_RANKS), expert_weight=array(F32, MAX_RANKS), norm=Pointer("float*"),
 )  # fmt: skip
 
@@ -156,7 +156,9 @@ CLIP_GRADIENTS = DeclaredKernel(
 def _bound(group: Group) -> BoundKernel:
     """Returns one launch for all calls: what differs between ranks, such as weights, must not decide whether a rank makes another one."""
     block, sizes = min(THREADS, group.max_threads), {"sums": group.sm_count}
-    return CLIP_GRADIENTS.bind(group, grid=group.sm_count, block=block, sizes=sizes, defines={"AT_ONCE": AT_ONCE}, resident=True)
+    return CLIP_GRADIENTS.bind(
+        group, grid=group.sm_count, block=block, sizes=sizes, defines={"AT_ONCE": AT_ONCE, "PART_BYTES": PART_BYTES}, resident=True
+    )
 
 
 @dataclass(frozen=True)
@@ -178,20 +180,21 @@ def clip_gradients(
     """Collective: scales gradients in place by max_norm / norm if the norm is larger, and returns the norm, a float32 scalar.
 
     Ranks may have unlike lists. Float32, bfloat16 and float16, of any strides; UsageError for other dtypes or too many tensors."""
-    lists = [[tensor for tensor in tensors if tensor is not None and tensor.numel()] for tensors in (others, experts)]
+    lists = [[tensor for tensor in tensors if tensor is not None and tensor.nbytes] for tensors in (others, experts)]
     given = [*lists[0], *lists[1]]
-    if unknown := {tensor.dtype for tensor in given} - set(DTYPES):
-        raise UsageError(f"gradients of {unknown}; expected {', '.join(map(str, DTYPES))}")
+    if unknown := {tensor.dtype for tensor in given} - TAGS.keys():
+        raise UsageError(f"gradients of {unknown}; expected {', '.join(map(str, TAGS))}")
     if len(given) > MOST_TENSORS:
         raise UsageError(f"{len(given)} gradients on a rank; expected at most {MOST_TENSORS}: join small ones")
     dense = [tensor.contiguous() for tensor in given]
+    sizes = [tensor.nbytes for tensor in dense]
     norm = torch.empty((), dtype=torch.float32, device=group.device)
     _bound(group)(
         weight=clipping.others,
         expert_weight=clipping.experts,
         tensor=[group.address(tensor) for tensor in dense],
-        tagged_elements=[4 * tensor.numel() + DTYPES.index(tensor.dtype) for tensor in dense],
-        parts=sum(-(-tensor.nbytes // PART_BYTES) for tensor in dense),
+        tagged_bytes=[4 * size + TAGS[tensor.dtype] for size, tensor in zip(sizes, dense, strict=True)],
+        parts=sum([-(-size // PART_BYTES) for size in sizes]),
         experts_from=len(lists[0]),
         expert_factor=1.0 / clipping.divisor,
         max_norm=clipping.max_norm,
