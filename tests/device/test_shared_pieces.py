@@ -157,3 +157,30 @@ def solution(gradient, *members):
     if outcome.failure is not None:
         raise outcome.failure[1]
     assert [[float(norm) for norm in norms] for norms in outcome.outputs[0]] == [[24.0, 8.0, 8.0], [24.0, 16.0, 24.0]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_may_begin_anywhere(tmp_path: Path, dtype: torch.dtype) -> None:
+    file = tmp_path / "clip.py"
+    file.write_text("""
+from peerlane.device import group_of
+from peerlane.solutions.families.clipping import Clipping, clip_gradients
+
+def solution(flat):
+    flat = flat.clone()
+    gradients = [flat[1:3], flat[5:12], flat[15:50015], flat[50017:90000]]
+    return clip_gradients(group_of(), gradients[:3], gradients[3:], Clipping((1.0, 1.0), (1.0, 1.0), 1.0, 2.0)), flat
+""")
+    given = [torch.randn(90001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(2)]
+    outcome = run(file, [[(flat,) for flat in given]])
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    inside = torch.ones(90001, dtype=torch.bool)
+    inside[[0, 3, 4, 12, 13, 14, 50015, 50016, 90000]] = False
+    norm = torch.cat([flat[inside] for flat in given]).double().norm()
+    for flat, (found, clipped) in zip(given, outcome.outputs[0], strict=True):
+        torch.testing.assert_close(found.double(), norm, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(
+            clipped, torch.where(inside, (flat.double() / norm).to(dtype), flat), rtol=2e-5 if dtype is torch.float32 else 0.01, atol=0.0
+        )

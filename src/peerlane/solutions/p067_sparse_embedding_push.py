@@ -1,30 +1,151 @@
-"""Problem 67, pairs of ids and rows pushed to their owners: one question to the device for all sizes, and one launch for each tensor.
+"""Problem 67, pairs of ids and rows pushed to their owners: one kernel counts, tells the host the result's size, and stores pairs in place.
 
-Bound by the question, since the results' shapes follow from all ranks' ids, and at large sizes by the links: rows are read once, in the
-order of owners, and stored where they are wanted. ``device/collectives/counts.py`` and ``families/row_parts.py``.
+Blocks take stretches of pairs, and count how many are for which owner. From the counts of lower blocks and ranks they know the place of
+every pair in its owner's result, without a sort: a stretch is read in order, and its pairs of one owner lie together there. Bound by the
+links, which carry each pair once. If pairs do not fit, all ranks see so, make room and launch again.
 
-The next call overwrites the rows, which lie in the arena."""
+The next call overwrites the results, which lie in the arena."""
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import communicator, group_of
-from peerlane.device.collectives.counts import share_counts
-from peerlane.solutions.families.row_parts import gather_rows, parts
+from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, group_of, per_group
+from peerlane.device.collectives.counts import HostWords
+
+SOURCE = r"""
+#include <peerlane/moe/moe.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    push_pairs(const __grid_constant__ Arena arena, const __grid_constant__ PushPairs args) {
+    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE], owners[THREADS], places[THREADS];
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    const u32 warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const auto add = [](u32 a, u32 b) { return a + b; };
+    const Part part = part_of(args.count, blockIdx.x, gridDim.x);
+    const ID_TYPE* ids = reinterpret_cast<const ID_TYPE*>(args.ids);
+    const auto owner_of = [&](u64 i) { return static_cast<u32>(static_cast<u64>(ids[i]) % WORLD_SIZE); };
+
+    u32* counts = reinterpret_cast<u32*>(arena.local(args.counts));  // [block][owner]
+    u32 own[WORLD_SIZE] = {};
+    for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) {
+        const u32 owner = owner_of(i);
+#pragma unroll
+        for (u32 q = 0; q < WORLD_SIZE; ++q) own[q] += owner == q;
+    }
+#pragma unroll
+    for (u32 q = 0; q < WORLD_SIZE; ++q) {
+        const u32 sum = block_reduce(own[q], add, scratch);
+        if (threadIdx.x == 0) counts[blockIdx.x * WORLD_SIZE + q] = sum;
+    }
+    meet_blocks(peers, arena, 0, epoch);
+    for (u32 q = warp; q < WORLD_SIZE; q += warps) {
+        u32 before = 0, all = 0;
+        for (u32 b = Warp{}.thread(); b < gridDim.x; b += warp_threads) {
+            const u32 count = counts[b * WORLD_SIZE + q];
+            all += count, before += b < blockIdx.x ? count : 0;
+        }
+        before = warp_sum(before), all = warp_sum(all);
+        if (Warp{}.thread() == 0) next[q] = before, total[q] = all;
+    }
+    __syncthreads();
+
+    if (blockIdx.x == 0) {
+        for (u32 i = threadIdx.x; i < WORLD_SIZE * WORLD_SIZE; i += blockDim.x) {
+            const u32 target = i / WORLD_SIZE, q = i % WORLD_SIZE;
+            reinterpret_cast<u32*>(arena.peer(target, args.table))[arena.rank * WORLD_SIZE + q] = total[q];
+        }
+        peers.signal_all(2 * gridDim.x, epoch);
+    }
+    peers.wait_all(2 * gridDim.x, epoch);  // all ranks' callers have read the results of the launch before
+    const bool arrived = block_arrived(arena);
+    const u32* table = reinterpret_cast<const u32*>(arena.local(args.table));
+    const auto pairs_before = [&](u32 source, u32 q) {
+        u32 sum = 0;
+        for (u32 r = 0; r < source; ++r) sum += r == arena.rank ? total[q] : table[r * WORLD_SIZE + q];
+        return sum;
+    };
+    u32 most = 0;
+    for (u32 q = 0; q < WORLD_SIZE; ++q) most = max(most, pairs_before(WORLD_SIZE, q));
+    if (arrived && blockIdx.x == 0 && threadIdx.x == 0) {
+        args.host[1] = pairs_before(WORLD_SIZE, arena.rank), args.host[2] = most;
+        tell_host(args.host, args.stamp);
+    }
+    if (threadIdx.x < WORLD_SIZE) next[threadIdx.x] += pairs_before(arena.rank, threadIdx.x);
+    __syncthreads();
+
+    const bool vectors = (reinterpret_cast<u64>(args.rows) | args.row_bytes) % sizeof(Vec16) == 0;
+    for (u64 begin = arrived && most <= args.capacity ? part.first : part.end; begin < part.end; begin += blockDim.x) {
+        const u64 i = begin + threadIdx.x;
+        const u32 owner = i < part.end ? owner_of(i) : WORLD_SIZE;
+        u32 among = 0;  // of the warp's pairs for this owner
+#pragma unroll
+        for (u32 q = 0; q < WORLD_SIZE; ++q) {
+            const u32 lanes = __ballot_sync(full_warp, owner == q);
+            if (owner == q) among = __popc(lanes & ((1u << Warp{}.thread()) - 1));
+            if (Warp{}.thread() == 0) of_warps[q][warp] = __popc(lanes);
+        }
+        __syncthreads();
+        if (owner < WORLD_SIZE) {
+            u32 place = next[owner] + among;
+            for (u32 w = 0; w < warp; ++w) place += of_warps[owner][w];
+            owners[threadIdx.x] = owner, places[threadIdx.x] = place;
+            reinterpret_cast<ID_TYPE*>(arena.peer(owner, args.out_ids))[place] = ids[i];
+        }
+        __syncthreads();
+        if (threadIdx.x < WORLD_SIZE) {
+            for (u32 w = 0; w < warps; ++w) next[threadIdx.x] += of_warps[threadIdx.x][w];
+        }
+        const auto from = [&](u32 r) { return args.rows + (begin + r) * args.row_bytes; };
+        const auto to = [&](u32 r) { return arena.peer(owners[r], args.out) + u64(places[r]) * args.row_bytes; };
+        const u32 count = static_cast<u32>(min(u64(blockDim.x), part.end - begin));
+        copy_rows(Share{threadIdx.x, blockDim.x}, count, args.row_bytes, vectors, from, to);
+        __syncthreads();
+    }
+    peers.barrier(gridDim.x + blockIdx.x, epoch);
+}
+"""
+THREADS = 512
+PUSH_PAIRS = DeclaredKernel(
+    "push_pairs", SOURCE, epochs=Epochs(), flags=Flags(), counts=Buffer(), table=Buffer(), out_ids=Buffer(), out=Buffer(), ids=Pointer(),
+    rows=Pointer("const char*"), host=Pointer("u64*"), stamp=U32, count=U32, capacity=U32, row_bytes=U32,
+)  # fmt: skip
+ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
+
+
+@per_group
+def room(group: Group) -> list[int]:
+    """Returns the pairs of a rank that memory is made for, in a list: what all ranks have seen of the calls before."""
+    return [1024]
+
+
+@per_group
+def push_pairs(group: Group, dtype: torch.dtype, row_bytes: int, capacity: int) -> tuple[BoundKernel, HostWords]:
+    """Makes the launch of a group. ``capacity``: of pairs at a rank. The host gets how many come, and the most that come anywhere."""
+    told, grid, world = HostWords(group, 2), group.sm_count, group.world_size
+    sizes = {
+        "flags": 2 * grid + 1, "counts": 4 * grid * world, "table": 4 * world * world, "out_ids": dtype.itemsize * capacity,
+        "out": row_bytes * capacity,
+    }  # fmt: skip
+    launch = PUSH_PAIRS.bind(
+        group, grid=grid, block=min(THREADS, group.max_threads), defines={"ID_TYPE": ID_TYPES[dtype], "THREADS": THREADS}, sizes=sizes,
+        resident=True, host=told.words, capacity=capacity, row_bytes=row_bytes,
+    )  # fmt: skip
+    return launch, told
 
 
 def solution(
     idx: torch.Tensor, value: torch.Tensor, num_nodes: int, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, kit = group_of(group), communicator(group)
+    ranks, row = group_of(group), value.shape[1:]
     if ranks.world_size == 1:
         return idx, value
-    owner, order = torch.sort((idx % ranks.world_size).to(torch.uint8), stable=True)  # one pass
-    places = torch.arange(ranks.world_size + 1, device=idx.device, dtype=owner.dtype)
-    table = share_counts(ranks, torch.searchsorted(owner, places).diff())
-    sent, received = table[ranks.rank], [of_rank[ranks.rank] for of_rank in table]
-    ids = idx.new_empty(sum(received))
-    kit.all_to_all_single(ids, idx[order], received, sent)
-    # Arenas grow by powers of two, on all ranks alike.
-    room = 1 << max(1, *map(sum, zip(*table, strict=True))).bit_length()
-    return ids, gather_rows(ranks, value, order, parts(sent), parts(received), room)
+    ids, rows, fits = idx.contiguous(), value.contiguous(), room(ranks)
+    while True:
+        launch, told = push_pairs(ranks, idx.dtype, row.numel() * value.itemsize, fits[0])
+        launch(ids=ids, rows=rows, count=len(ids), stamp=told.stamp())
+        received, most = told.read()
+        if most <= fits[0]:
+            return launch.tensor("out_ids", (received,), idx.dtype), launch.tensor("out", (received, *row), value.dtype)
+        fits[0] = 1 << most.bit_length()

@@ -1,4 +1,4 @@
-"""Rows that go to all ranks in parts: gathered on their way out, or added up where they come (problems 65, 66 and 67).
+"""Rows that go to all ranks in parts: gathered on their way out, or added up where they come (problems 65 and 66).
 
 One kernel each. A block's first warps send, the others see to what stays on the rank. Every rank tells the others where their rows begin
 in its memory; where a rank has told that, it has begun the launch, hence has done with what came in the one before.
