@@ -59,7 +59,7 @@ class AllReduce:
 
     def bind(self, numel: int, dtype: torch.dtype) -> DeviceLaunch:
         nbytes = numel * dtype.itemsize
-        chosen = plans.all_reduce(nbytes, plans.Machine(self.arena.world_size, self.arena.sm_count))
+        chosen = plans.all_reduce(nbytes, plans.Machine(self.arena.world_size, self.arena.sm_count), staged=False)
         defines = macros(dtype, self.arena.world_size)
         kernel = self.group.kernel(SOURCE, chosen.kernel, defines=defines, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())

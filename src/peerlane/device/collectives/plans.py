@@ -49,9 +49,10 @@ class Machine:
         return STAGED_LIMIT_BYTES if self.world_size == 2 else 0
 
 
-def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
-    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings."""
-    if STAGED_FROM_BYTES < nbytes <= machine.staged_bytes:
+def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True, staged: bool = True) -> Plan:
+    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings. ``staged``: the
+    caller has memory for staged sums."""
+    if staged and STAGED_FROM_BYTES < nbytes <= machine.staged_bytes:
         return Plan(STAGED, machine.sm_count, 512)
     if not packets_fit:
         return _ring("all_reduce_relay", machine)
