@@ -72,7 +72,9 @@ def production_section(path: Path) -> str:
     ceilings = Ceilings.from_json(json.loads(measured.read_text(encoding="utf-8"))) if measured.is_file() else None
     parts = [*summary(results), *_wrong(results), *_left_out(every, results), ""]
     parts += [comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
-    parts += [*far_lines(results, ceilings), *algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
+    if ceilings:
+        parts += [*far_lines(results, ceilings), *algorithm_lines(results, ceilings)]
+    parts += changes_lines(every)
     return "\n".join(parts).rstrip()
 
 
@@ -82,7 +84,7 @@ def public_protocol_section(path: Path) -> str:
 
 
 def far_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
-    """Returns a line that counts the kernels near their bound or their attainable time, and one for each other kernel, with what holds it."""
+    """Returns a line that counts the kernels near their bound or attainable time, and one for each other kernel, with what holds it."""
     lines = []
     for result in sorted(results, key=lambda item: item.problem.id):
         speed = next((speed for mode in MODES if (speed := result.speed_in(mode)) is not None), None)

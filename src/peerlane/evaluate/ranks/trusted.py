@@ -24,7 +24,7 @@ from peerlane.evaluate.memory.layouts import Inputs, Layouts, find_layouts
 from peerlane.evaluate.rank_interface import TrustedInterface
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_time
+from peerlane.evaluate.ranks.timed_block import copies_time
 from peerlane.problems.contract.judge import digests, expected_leaves, same_bits, type_mismatch
 from peerlane.problems.contract.tree import Description, GroupRef, Tree, dtype_of, rebuild, resolve_groups, tensor_descriptions
 from peerlane.results.sanitize import one_line
@@ -104,11 +104,7 @@ class TrustedRank(Rank, TrustedInterface):
         self.synchronize()
 
     def time_copies(self, space: str) -> wire.CopiesTime:
-        current, plan = self.opened(space), self.prepared.plan
-        copies_us, launch_us = copies_time(current.reference, current.private, current.private_outputs, self.device, plan)
-        for _ in range(COPIES_RUNS + 1):
-            self.undo_swaps(space)
-        return wire.CopiesTime(copies_us, launch_us)
+        return wire.CopiesTime(*copies_time(self.prepared, lambda: self.undo_swaps(space)))
 
     def keep_device_busy(self, seconds: float) -> None:
         """Keeps the device busy, as declared. Only the rank that shares its GPU gets more than 0."""
