@@ -18,7 +18,7 @@ from peerlane.emulator import sequence
 from peerlane.emulator.build import Program
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.problems import Case
-from peerlane.solutions.families import clipping, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
+from peerlane.solutions.families import clipping, convolution, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
@@ -125,12 +125,48 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
     [
         (71, "three_taps_fp32", {"chunk": 40}),
         (71, "whole_chunk_bf16", {"chunk": 272}),
+        (76, "plain_bf16", {"local": 64, "outputs": 72, "size": (4, 5, 10)}),
+        (76, "groups_bf16", {"local": 64, "outputs": 8, "size": (3, 4, 10), "groups": 1, "padding": 0}),
+        (87, "three_bf16", {"channels": 64, "outputs": 72, "rows": 3, "columns": 16}),
+        (87, "five_bf16", {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}),
         (78, "no_overlap_bf16", {"z": (1, 4, 2, 6, 8), "tile": (2, 4, 4), "overlaps": (0.25, 0.5), "upsample": (8, 2)}),
     ],
 )
 def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping[str, object]) -> None:
     case = case_of(number, label, 2)
     require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "sizes"),
+    [
+        (76, {"local": 64, "outputs": 8, "size": (3, 4, 10)}),
+        (87, {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}),
+    ],
+)
+@pytest.mark.parametrize("broken", ["line", "bias"])
+def test_convolutions_with_one_thing_wrong_are_refused(
+    number: int, sizes: Mapping[str, object], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "line":
+        windows = convolution.Windows
+        monkeypatch.setattr(convolution, "Windows", lambda *fields: windows(*fields[:3], fields[3] + 1, fields[4]))
+    else:
+        other = twin(convolution.TURNED_RESULT, "value[0] += bias, value[1] += bias;", "value[0] += bias;")
+        monkeypatch.setattr(convolution, "TURNED_RESULT", other)
+    case = case_of(number, "plain_bf16" if number == 76 else "three_bf16", 2)
+    assert not judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1).correct
+
+
+@pytest.mark.slow
+def test_turned_rows_in_a_wrong_place_are_refused(tmp_path: Path) -> None:
+    text, case = solutions.files()[87].read_text(), case_of(87, "three_bf16", 2)
+    old, new = "turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"
+    assert text.count(old) == 1
+    (file := tmp_path / solutions.files()[87].name).write_text(text.replace(old, new))
+    sizes = {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}
+    assert not judge(file, 87, replace(case, params={**case.params, **sizes}), schedules=1).correct
 
 
 FOUR_BLOCKS = [("min(512, group.max_threads)", "32"), ("CHUNKS, CLUSTER, STAGE_BYTES = 8, 8", "CHUNKS, CLUSTER, STAGE_BYTES = 1, 8")]
