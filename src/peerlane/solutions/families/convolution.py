@@ -203,8 +203,12 @@ def channels_of(group: Group, images: Images, rows: torch.Tensor, bias: torch.Te
     return y
 
 
+TILING: gemm.Tiling | None = None
+"""Tiles of all products, for measurements; None: the model's choice."""
+
+
 def tiling_of(group: Group, images: Images) -> gemm.Tiling:
-    return gemm.choose_tiling(images.rows, images.outputs, images.k, group.sm_count, tilings=gemm.tilings_for(group))
+    return TILING or gemm.choose_tiling(images.rows, images.outputs, images.k, group.sm_count, tilings=gemm.tilings_for(group))
 
 
 @per_group
