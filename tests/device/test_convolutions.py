@@ -16,6 +16,7 @@ from peerlane.device.tools.lint import lint
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.emulator.sequence import findings
 from peerlane.problems.families.conv import from_zigzag, zigzag_shard
+from peerlane.solutions import p087_conv2d_patch_parallel_halo as border_rows
 from peerlane.solutions.families import gated_convolution as direct
 from peerlane.solutions.families import long_convolution, sphere_exchange, sphere_mixing, sphere_taps
 from representatives import first
@@ -119,6 +120,12 @@ def send_arcs(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     return exchange.arcs
 
 
+def turn_rows(x: torch.Tensor) -> torch.Tensor:
+    launch, points = border_rows.turned_rows(group_of(), tuple(x.shape), 1, x.dtype)
+    launch(x=x)
+    return points
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["disks", pytest.param("step_2", marks=pytest.mark.long)])
 def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +167,20 @@ def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int])
         (send_arcs, ""),
         (send_arcs, "peers.barrier(1 + blockIdx.x, epoch);"),
         (send_arcs, "peers.wait_all(0, epoch);"),
+        (turn_rows, ""),
+        (turn_rows, "peers.wait(before, 0, epoch);"),
+        (turn_rows, "peers.wait(before, 1 + blockIdx.x, epoch);"),
     ],
 )
 def test_an_exchange_needs_every_step(call: Callable[..., torch.Tensor], lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, kernel = (sphere_exchange, "SPHERE_SEND") if call is send_arcs else (long_convolution, "HYENA_EXCHANGE")
+    kernels = {send_arcs: (sphere_exchange, "SPHERE_SEND"), turn_rows: (border_rows, "TURNED_ROWS")}
+    module, kernel = kernels.get(call, (long_convolution, "HYENA_EXCHANGE"))
     if lost:
         monkeypatch.setattr(module, kernel, twin(getattr(module, kernel), lost, lost.partition(";")[2]))
-    if call is send_arcs:
+    given: Sequence[tuple[torch.Tensor, ...]]
+    if call is turn_rows:
+        given = [(torch.randn(1, 8, 2, 6).bfloat16(),) for _ in range(2)]
+    elif call is send_arcs:
         given = [(torch.randn(1, 2, 2, 6), torch.tensor([1, 0], dtype=torch.int32).repeat(2, 2, 1)) for _ in range(2)]
     else:
         given = [(torch.randn(1, 4, 6), torch.randn(1, 4, 6)) for _ in range(2)]

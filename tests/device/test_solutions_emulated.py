@@ -1,6 +1,6 @@
 """Solutions on emulated ranks: right as they are, and refused with one thing broken."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from peerlane.emulator import sequence
 from peerlane.emulator.build import Program
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.problems import Case
-from peerlane.solutions.families import clipping, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
+from peerlane.solutions.families import clipping, convolution, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
@@ -77,7 +77,7 @@ TWINS = [
         "char* const to = arena.local(plane_of(arena.rank, plane));",
     ),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
-    (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
+    (80, "ragged_fp32", "        kit.all_reduce(part)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
     (85, "uneven_fp32", "args.first + min((begin", "min((begin"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
@@ -125,6 +125,10 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
     [
         (71, "three_taps_fp32", {"chunk": 40}),
         (71, "whole_chunk_bf16", {"chunk": 272}),
+        (76, "plain_bf16", {"local": 64, "outputs": 72, "size": (4, 5, 10)}),
+        (76, "groups_bf16", {"local": 64, "outputs": 8, "size": (3, 4, 10), "groups": 1, "padding": 0}),
+        (87, "three_bf16", {"channels": 64, "outputs": 72, "rows": 3, "columns": 16}),
+        (87, "five_bf16", {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}),
         (78, "no_overlap_bf16", {"z": (1, 4, 2, 6, 8), "tile": (2, 4, 4), "overlaps": (0.25, 0.5), "upsample": (8, 2)}),
     ],
 )
@@ -140,6 +144,67 @@ def test_solutions_make_room_and_launch_again(number: int, label: str, tmp_path:
     assert text.count("return [1024]") == 1
     file.write_text(text.replace("return [1024]", "return [1]"))
     require_correct(judge(file, number, case_of(number, label, 2), schedules=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "sizes"),
+    [
+        (76, {"local": 64, "outputs": 8, "size": (3, 4, 10)}),
+        (87, {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}),
+    ],
+)
+@pytest.mark.parametrize("broken", ["line", "bias"])
+def test_convolutions_with_one_thing_wrong_are_refused(
+    number: int, sizes: Mapping[str, object], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken == "line":
+        windows = convolution.Windows
+        monkeypatch.setattr(convolution, "Windows", lambda *fields: windows(*fields[:3], fields[3] + 1, fields[4]))
+    else:
+        other = twin(convolution.TURNED_RESULT, "value[0] += bias, value[1] += bias;", "value[0] += bias;")
+        monkeypatch.setattr(convolution, "TURNED_RESULT", other)
+    case = case_of(number, "plain_bf16" if number == 76 else "three_bf16", 2)
+    assert not judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1).correct
+
+
+@pytest.mark.slow
+def test_turned_rows_in_a_wrong_place_are_refused(tmp_path: Path) -> None:
+    text, case = solutions.files()[87].read_text(), case_of(87, "three_bf16", 2)
+    old, new = "turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"
+    assert text.count(old) == 1
+    (file := tmp_path / solutions.files()[87].name).write_text(text.replace(old, new))
+    sizes = {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}
+    assert not judge(file, 87, replace(case, params={**case.params, **sizes}), schedules=1).correct
+
+
+FOUR_BLOCKS = [("min(512, group.max_threads)", "32"), ("CHUNKS, CLUSTER, STAGE_BYTES = 8, 8", "CHUNKS, CLUSTER, STAGE_BYTES = 1, 8")]
+LAST_BLOCK_IGNORED = ("i < CLUSTER * warps", "i < (CLUSTER - 1) * warps")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "columns", "correct"),
+    [
+        (FOUR_BLOCKS, 264, True),
+        (FOUR_BLOCKS, 257, True),
+        ([*FOUR_BLOCKS, LAST_BLOCK_IGNORED], 512, False),
+        ([*FOUR_BLOCKS, ("ring = 4", "ring = 2")], 264, False),
+        ([("CHUNKS, CLUSTER, STAGE_BYTES = 8, 8", "CHUNKS, CLUSTER, STAGE_BYTES = 8, 0")], 264, True),
+    ],
+    ids=["whole vectors", "ragged", "a block ignored", "a short ring", "no cluster"],
+)
+def test_rows_lie_in_clusters(changes: Sequence[tuple[str, str]], columns: int, correct: bool, tmp_path: Path) -> None:
+    source, case = solutions.files()[80].read_text(), case_of(80, "dense_bf16", 2)
+    for old, new in changes:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (file := tmp_path / solutions.files()[80].name).write_text(source)
+    judged = judge(file, 80, replace(case, params={**case.params, "prototypes": columns}), schedules=2)
+    if correct:
+        require_correct(judged)
+    else:
+        assert not judged.correct
 
 
 @pytest.fixture

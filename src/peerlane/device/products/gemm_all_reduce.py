@@ -35,10 +35,12 @@ def _plan(group: Group, m: int, n: int, dtype: torch.dtype, tiling: Tiling) -> S
     return SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags)
 
 
-def _memory(group: Group, m: int, n: int, dtype: torch.dtype, tilings: Sequence[Tiling]) -> SumMemory:
+def sum_memory(
+    group: Group, m: int, n: int, dtype: torch.dtype, tilings: Sequence[Tiling], declared: DeclaredKernel = GEMM_ALL_REDUCE
+) -> SumMemory:
     """Collective: for all sizes of up to ``m`` rows."""
     plans = [_plan(group, m, n, dtype, tiling) for tiling in tilings]
-    return SumMemory(GEMM_ALL_REDUCE, group, plans, buffers=1, result=m * gemm.row_stride(n) * gemm.ELEMENT_BYTES)
+    return SumMemory(declared, group, plans, buffers=1, result=m * gemm.row_stride(n) * gemm.ELEMENT_BYTES)
 
 
 class GemmAllReduce(OwnerSum):
@@ -68,7 +70,7 @@ class GemmAllReduce(OwnerSum):
             )
         tilings = gemm.tilings_for(ranks, epilogue.batch_invariant)
         tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=tilings)
-        memory, stride = memory or _memory(ranks, m, n, dtype, [tiling]), gemm.row_stride(n)
+        memory, stride = memory or sum_memory(ranks, m, n, dtype, [tiling]), gemm.row_stride(n)
         places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in memory.reserved.addresses("result")]
         out = [gemm.result_map(place.split(1)) for place in places]
         super().__init__(memory, _plan(ranks, m, n, dtype, tiling), epilogue, out=out)
@@ -80,6 +82,6 @@ class GemmAllReduce(OwnerSum):
 
 
 gemm_all_reduce, memory_of = gemm.kept_products(
-    GemmAllReduce, "gemm_all_reduce", lambda group, m, n, dtype: _memory(group, m, n, dtype, gemm.tilings_for(group))
+    GemmAllReduce, "gemm_all_reduce", lambda group, m, n, dtype: sum_memory(group, m, n, dtype, gemm.tilings_for(group))
 )
 """A result is valid until the next call with as many columns."""

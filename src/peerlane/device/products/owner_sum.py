@@ -81,8 +81,8 @@ class OwnerSum:
         group = memory.reserved.group
         self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, tensor_maps(group)
         bases = memory.reserved.addresses("slot_memory")
-        self._bind = functools.cache(functools.partial(self._bound, bases, fields))
-        self._bind("mn" if epilogue.scaling == "none" else "k")
+        self.bound = functools.cache(functools.partial(self._bound, bases, fields))
+        self.bound("mn" if epilogue.scaling == "none" else "k")
 
     def _bound(self, bases: Sequence[int], fields: Mapping[str, Any], major: Major) -> BoundKernel:
         memory, plan, tiling, group = self.memory, self.plan, self.plan.tiling, self.group
@@ -113,7 +113,7 @@ class OwnerSum:
             )
         last = self.epilogue.fields(self.maps, (plan.rows, plan.n), tiling.block_rows, **terms)
         right, major = gemm.stored(b)
-        self._bind(major)(
+        self.bound(major)(
             a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
             b=self.maps(right, tiling.b_box(major)),
             k=a.shape[1],

@@ -96,6 +96,31 @@ __device__ inline void load_step(Producer& in, const OperandPlace& a, const Oper
     });
 }
 
+// A convolution as a product: row p of A has the `channels` (a multiple of 64) of an image's point p, and k goes through the channels of
+// point p + x + y line + z plane, for x first and z last. Parameters of a convolution have these as `windows`.
+struct Windows {
+    u32 channels, width, height, line, plane;
+};
+
+// All steps of a tile, from this row and column on.
+template <class Shape, class Parameters, class Producer>
+__device__ inline void load_steps(const Parameters& parameters, int row, int column, Producer& in) {
+    const auto load = [&](int a_row, u32 a_k, u32 k) {
+        load_step<Shape>(in, {&parameters.a, a_row, static_cast<int>(a_k), 0}, {&parameters.b, column, static_cast<int>(k), 0});
+    };
+    if constexpr (requires { parameters.windows; }) {
+        const Windows& windows = parameters.windows;
+        const u32 taps = parameters.k / windows.channels;
+        for (u32 tap = 0; tap < taps; ++tap) {
+            const u32 x = tap % windows.width, y = tap / windows.width % windows.height, z = tap / windows.width / windows.height;
+            const int at = row + static_cast<int>(x + y * windows.line + z * windows.plane);
+            for (u32 k = 0; k < windows.channels; k += Shape::depth) load(at, k, tap * windows.channels + k);
+        }
+    } else {
+        for (u32 k = 0; k < parameters.k; k += Shape::depth) load(row, k, k);
+    }
+}
+
 // sum = the product of the next `steps` (at least 1) fills of the input ring; one step is computed while the one before is given back.
 template <class Shape, class Consumer>
 __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in) {
@@ -260,10 +285,7 @@ struct GemmRoles : Shape {
 
     __device__ void load(const GroupedTiles::Tile& tile, InputProducer<GemmRoles>& in) const {
         const int row = tile.row * Shape::rows + Shape::first_row();
-        for (u32 k = 0; k < parameters.k; k += Shape::depth) {
-            load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0},
-                             {&parameters.b, tile.column * Shape::columns, static_cast<int>(k), 0});
-        }
+        load_steps<Shape>(parameters, row, tile.column * Shape::columns, in);
         load_epilogue<Shape>(parameters, {tile.column * Shape::columns, row, 0}, in);
     }
     __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<GemmRoles>& in, OutputProducer<GemmRoles>& out) const {

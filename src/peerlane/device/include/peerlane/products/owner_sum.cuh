@@ -71,9 +71,7 @@ struct OwnerSum : Shape {
     __device__ void load(const Tile& tile, InputProducer<Shape>& in, ReadyConsumer& ready) const {
         if (tile.owner < 0) return;
         const int row = tile.row + Shape::first_row();
-        for (u32 k = 0; k < parameters.k; k += Shape::depth) {
-            load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0}, {&parameters.b, tile.column, static_cast<int>(k), 0});
-        }
+        load_steps<Shape>(parameters, row, tile.column, in);
         if (tile.owner != arena.rank) return;
         for (int before = 1; before < W; ++before) {
             ready.wait();
