@@ -159,7 +159,7 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, points: int, along: bool, most_lines: int, most_blocks: int = 32) -> Tiling | None:
-        """A power of two of lines, at most ``most_lines``, and at most ``most_blocks`` on an SM. None if a line is too long or has no stages."""
+        """A power of two of lines, up to ``most_lines``; up to ``most_blocks`` on an SM. None if a line is too long or has no stages."""
         stages, pitch = radices(points), 8 * (points + (points // 16 if points % 64 == 0 else 0) + 1 if along else points)
         if stages is None:
             return None
