@@ -44,7 +44,7 @@ TWINS = [
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "all_gather(x)", "all_gather(x * (communicator(group).member.rank > 0))"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
-    (40, "bf16", "kit.all_reduce(gradient)", "gradient.mul_(group.world_size)"),
+    (40, "bf16", "if (EXCHANGES && q != arena.rank)", "if (EXCHANGES && q == arena.rank)"),
     (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (42, "bf16", "if (GATHER) peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
@@ -89,9 +89,9 @@ TWINS = [
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
 SHARED = {
-    **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((41, 42, 47), training_step), **dict.fromkeys((52, 53), fp8_history),
-    **dict.fromkeys((59, 60), fourier), 72: gated_convolution, **dict.fromkeys((74, 75), delta_rule),
-    **dict.fromkeys((82, 83, 84), nucleus),
+    **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((40, 41, 42, 47), training_step),
+    **dict.fromkeys((52, 53), fp8_history), **dict.fromkeys((59, 60), fourier), 72: gated_convolution,
+    **dict.fromkeys((74, 75), delta_rule), **dict.fromkeys((82, 83, 84), nucleus),
 }  # fmt: skip
 
 
@@ -131,6 +131,17 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
 def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping[str, object]) -> None:
     case = case_of(number, label, 2)
     require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "world_size"), [(40, 2), (41, 2), (47, 2), (47, 4)])
+def test_training_steps_are_right_where_copy_engines_move_what_waits(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_step, "COPIED_BYTES", 0)
+    require_correct(judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=2))
+    if number == 40:
+        broken = twin(training_step.ADAM_STEP, "peers.barrier(gridDim.x + blockIdx.x, epoch);", "")
+        monkeypatch.setattr(training_step, "ADAM_STEP", broken)
+        assert not judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=3).correct
 
 
 @pytest.fixture
