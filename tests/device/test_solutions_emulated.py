@@ -138,10 +138,8 @@ def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping
 def test_training_steps_are_right_where_copy_engines_move_what_waits(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_step, "COPIED_BYTES", 0)
     require_correct(judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=2))
-    if number == 40:
-        broken = twin(training_step.ADAM_STEP, "peers.barrier(gridDim.x + blockIdx.x, epoch);", "")
-        monkeypatch.setattr(training_step, "ADAM_STEP", broken)
-        assert not judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=3).correct
+    monkeypatch.setattr(training_step.Step, "copy", lambda *_: True)
+    assert not judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=1).correct
 
 
 @pytest.fixture
