@@ -44,7 +44,7 @@ TWINS = [
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "all_gather(x)", "all_gather(x * (communicator(group).member.rank > 0))"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
-    (40, "bf16", "if (EXCHANGES && q != arena.rank)", "if (EXCHANGES && q == arena.rank)"),
+    (40, "bf16", "EXCHANGES && q != arena.rank", "EXCHANGES && q == arena.rank"),
     (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (42, "bf16", "if (GATHER) peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),

@@ -67,6 +67,22 @@ __device__ void each_eight(const Sharers& own, u64 first, u64 end, const Use& us
 SOURCE = (
     COMMON
     + r"""
+// Eight elements of each of some arrays, all of which are on their way at a time.
+template <int arrays>
+__device__ void load_all(const char* const (&from)[arrays], u32 some, float (&value)[arrays][row_lanes]) {
+    u32 word[arrays][row_lanes / ELEMENT::lanes];
+    u64 places = some % row_lanes;
+    for (int a = 0; a < arrays; ++a) places |= reinterpret_cast<u64>(from[a]);
+    if (places % sizeof(Vec16) == 0) {
+#pragma unroll
+        for (int a = 0; a < arrays; ++a) load_vectors(from[a], word[a]);
+    } else {
+        for (int a = 0; a < arrays; ++a) load_words(from[a], 0, u64(some) * bytes, word[a]);
+    }
+#pragma unroll
+    for (int a = 0; a < arrays; ++a) widen_words<ELEMENT>(word[a], value[a]);
+}
+
 extern "C" __global__ void __launch_bounds__(512) adam_step(const __grid_constant__ Arena arena, const __grid_constant__ AdamStep args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
@@ -90,17 +106,21 @@ extern "C" __global__ void __launch_bounds__(512) adam_step(const __grid_constan
         u64 begin = 0;
         for (u32 s = 0; s < args.pieces; begin = args.ends[s++]) {
             each_eight(own, max(from, begin), min(to, args.ends[s]), [&](u64 i, u32 some) {
-                float g[row_lanes] = {}, p[row_lanes], m[row_lanes], v[row_lanes];
-                const auto part = [&](const char* array) { return RowOf<ELEMENT>(array + i * bytes, 0, some); };
-                const auto piece = [&](const char* array) { return RowOf<ELEMENT>(array + (i - begin) * bytes, 0, some); };
-                for (int q = 0; q < (EXCHANGES ? WORLD_SIZE : 1); ++q) {
-                    float term[row_lanes];
-                    if (EXCHANGES && q != arena.rank) part(arena.local(args.terms + q * args.stride)).load(0, term);
-                    else part(args.gradient + (EXCHANGES ? first(q, args.count) : 0) * bytes).load(0, term);
-                    for (int e = 0; e < row_lanes; ++e) g[e] += term[e];
+                constexpr int terms = EXCHANGES ? WORLD_SIZE : 1;
+                const char* from[terms + 3];
+                float value[terms + 3][row_lanes], g[row_lanes] = {};
+                for (int q = 0; q < terms; ++q) {
+                    const bool arrived = EXCHANGES && q != arena.rank;
+                    const char* own = args.gradient + (EXCHANGES ? first(q, args.count) : 0) * bytes;
+                    from[q] = (arrived ? arena.local(args.terms + q * args.stride) : own) + i * bytes;
                 }
-                piece(args.parameters[s]).load(0, p), piece(args.first[s]).load(0, m), piece(args.second[s]).load(0, v);
+                const char* const state[3] = {args.parameters[s], args.first[s], args.second[s]};
+                for (int k = 0; k < 3; ++k) from[terms + k] = state[k] + (i - begin) * bytes;
+                load_all(from, some, value);
+                float (&p)[row_lanes] = value[terms], (&m)[row_lanes] = value[terms + 1], (&v)[row_lanes] = value[terms + 2];
+                const auto part = [&](const char* array) { return RowOf<ELEMENT>(array + i * bytes, 0, some); };
                 for (int e = 0; e < row_lanes; ++e) {
+                    for (int q = 0; q < terms; ++q) g[e] += value[q][e];
                     g[e] /= WORLD_SIZE;
                     m[e] = args.beta1 * m[e] + args.rest1 * g[e], v[e] = args.beta2 * v[e] + args.rest2 * g[e] * g[e];
                     p[e] = p[e] * args.kept - args.step_size * m[e] / (sqrtf(v[e] / args.correction2) + args.eps);
@@ -314,7 +334,7 @@ def from_first_rank(group: Group, tensors: Sequence[torch.Tensor], *, waits: boo
     the arena until the next call. For what comes behind W2 all ranks wait that come to a barrier behind the side stream.
 
     ``waits``: for the other ranks to come; else something must have shown since the last call that they have read the state."""
-    dense, shapes = [tensor.contiguous() for tensor in tensors], [tensor.shape for tensor in tensors]
+    dense, shapes = [tensor.detach().contiguous() for tensor in tensors], [tensor.shape for tensor in tensors]
     places = [0, *accumulate(tensor.numel() for tensor in dense)]
     if group.world_size > 2:
         flat = dense[0].new_empty(places[-1])
