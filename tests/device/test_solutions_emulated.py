@@ -44,7 +44,7 @@ TWINS = [
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "all_gather(x)", "all_gather(x * (communicator(group).member.rank > 0))"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
-    (40, "bf16", "kit.all_reduce(gradient)", "gradient.mul_(group.world_size)"),
+    (40, "bf16", "EXCHANGES && q != arena.rank", "EXCHANGES && q == arena.rank"),
     (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (42, "bf16", "if (GATHER) peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
@@ -89,9 +89,9 @@ TWINS = [
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
 SHARED = {
-    **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((41, 42, 47), training_step), **dict.fromkeys((52, 53), fp8_history),
-    **dict.fromkeys((59, 60), fourier), 72: gated_convolution, **dict.fromkeys((74, 75), delta_rule),
-    **dict.fromkeys((82, 83, 84), nucleus),
+    **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((40, 41, 42, 47), training_step),
+    **dict.fromkeys((52, 53), fp8_history), **dict.fromkeys((59, 60), fourier), 72: gated_convolution,
+    **dict.fromkeys((74, 75), delta_rule), **dict.fromkeys((82, 83, 84), nucleus),
 }  # fmt: skip
 
 
@@ -205,6 +205,15 @@ def test_rows_lie_in_clusters(changes: Sequence[tuple[str, str]], columns: int, 
         require_correct(judged)
     else:
         assert not judged.correct
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "world_size"), [(40, 2), (41, 2), (47, 2), (47, 4)])
+def test_training_steps_are_right_where_copy_engines_move_what_waits(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_step, "COPIED_BYTES", 0)
+    require_correct(judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=2))
+    monkeypatch.setattr(training_step.Step, "copy", lambda *_: True)
+    assert not judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=1).correct
 
 
 @pytest.fixture

@@ -283,6 +283,16 @@ class EmulatedGroup(EmulatedRank):
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
 
+    def copy(self, target: int, source: torch.Tensor) -> None:
+        def run() -> None:
+            if (part := self.team.world.space.at(target)) is None:
+                raise EmulatedFault(f"illegal_address: rank {self.member} copies to {target:#x}, where no rank has memory")
+            part.show()
+            part.memory[target - part.address :][: source.nbytes] = source.view(-1).view(torch.uint8)
+
+        if not recorded(run):
+            run()
+
     def encode(self, spec: TensorMapSpec) -> TensorMap:
         return spec.emulated()
 

@@ -1,7 +1,7 @@
 """Problem 41, ZeRO-1 on a two-layer MLP: behind the products one kernel sums gradients, updates the own part and stores it on all ranks.
 
-Parameters come from rank 0 by one broadcast. The public shape is bound by launches: of the products and of three kernels; larger ones by
-the products, and by the links, which carry the parameters three times. The kernel is ``families/training_step.py``.
+Parameters come from rank 0. W2 and the first matrix of the gradient travel beside products. The public shape is bound by launches; larger
+ones by the products, and by the links on both sides of them. The kernel is ``families/training_step.py``.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -8,6 +8,7 @@ import torch
 
 from peerlane import settings
 from peerlane.device.host import cuda_bindings
+from peerlane.device.host.device_memory import checked
 from peerlane.device.host.group import Group
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.device.host.launch import Kernel
@@ -46,6 +47,10 @@ class CudaGroup(Group):
 
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
+
+    def copy(self, target: int, source: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        checked(cuda_bindings.driver().cuMemcpyDtoDAsync(target, source.data_ptr(), source.nbytes, stream), "a copy to another rank")
 
     def encode(self, spec: TensorMapSpec) -> TensorMap:
         return spec.encode()

@@ -181,6 +181,11 @@ class Group(ABC):
     def address(self, tensor: torch.Tensor) -> int:
         """Where kernels of this rank find the tensor's first element. Valid while the tensor's memory is kept."""
 
+    @abstractmethod
+    def copy(self, target: int, source: torch.Tensor) -> None:
+        """Copies a contiguous tensor to an address of any rank's arena on the current stream, by a copy engine. The other rank sees it
+        behind a later signal from this stream."""
+
     def place(self, tensor: torch.Tensor) -> TensorPlace:
         """The tensor as kernels of this group's ranks address it."""
         return TensorPlace(self.address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -71,9 +71,10 @@ class Terms(TypedDict, total=False):
 @dataclass(frozen=True)
 class Epilogue:
     """What a sum becomes before it is rounded: ``activation(scale * sum + bias) + residual``. It is part of a kernel; which bias, residual
-    and scale, each call says. ``relu_gradient`` adds no residual: where that, a relu's result, is not positive, the sum becomes zero."""
+    and scale, each call says. ``relu_gradient`` adds no residual: where that, a relu's result, is not positive, the sum becomes zero.
+    ``difference`` subtracts it."""
 
-    activation: Activation | Literal["relu_gradient"] = "none"
+    activation: Activation | Literal["relu_gradient", "difference"] = "none"
     bias: bool = False
     """for each column, in the operands' dtype"""
     residual: bool = False
@@ -83,11 +84,13 @@ class Epilogue:
     """a row has the same bits whatever m is and wherever it stands: one tile shape; ranks' parts are rounded and added in rank order"""
     scaling: Scaling = "none"
     """unless none, operands hold e4m3: both lie along k, two numbers pass for an element, and a call gives their scales (``scales_at``)"""
+    column_sums: bool = False
+    """a :class:`Product` also writes sums of each column of 16 rows, before these are rounded"""
 
     @property
     def cpp(self) -> str:
         parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
-        last = ", true" if self.batch_invariant else ""
+        last = f", {str(self.batch_invariant).lower()}, true" if self.column_sums else ", true" if self.batch_invariant else ""
         return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}{last}>"
 
     def fields(
@@ -381,7 +384,7 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
     run_roles(GemmRoles<Shape, Gemm>(args));
 }
 """
-GEMM = LocalKernel("gemm", SOURCE, c=Map(), **FIELDS)
+GEMM = LocalKernel("gemm", SOURCE, c=Map(), sums=Pointer("float*"), m=U32, **FIELDS)
 
 
 def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> BoundKernel:
@@ -400,12 +403,12 @@ def _bound(
     m, n, k = shape
     tiles = tiling.grouped(m, n)
     blocks = min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count)
-    return GEMM.bind(group, **tiling.shape(blocks), defines=tiling.defines(dtype, "k", major, epilogue), tiles=tiles, n=n, k=k)
+    return GEMM.bind(group, **tiling.shape(blocks), defines=tiling.defines(dtype, "k", major, epilogue), tiles=tiles, m=m, n=n, k=k)
 
 
 class Product:
     """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k) ``aligned``, b (k, n) as it lies,
-    see ``stored``."""
+    see ``stored``; ``sums`` (m / 16, rounded up, n; float32) of an epilogue with ``column_sums``."""
 
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
@@ -414,9 +417,12 @@ class Product:
         self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group, epilogue.batch_invariant))
         self._bind: Callable[[Major], BoundKernel] = functools.cache(functools.partial(_bound, group, shape, dtype, epilogue, self.tiling))
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, *, sums: torch.Tensor | None = None, **terms: Unpack[Terms]) -> torch.Tensor:
         check_operands(a, b)
         m, n, k = self.shape
+        wanted = (-(-m // 16), n, torch.float32) if self.epilogue.column_sums else None
+        if (given := None if sums is None else (*sums.shape, sums.dtype)) != wanted:
+            raise UsageError(f"a product with the epilogue {self.epilogue}: got sums {given}; expected {wanted}")
         if (*a.shape, b.shape[1]) != (m, k, n):
             raise UsageError(
                 f"operands {tuple(a.shape)} and {tuple(b.shape)}: expected ({m}, {k}) and ({k}, {n}); create a Product for each size"
@@ -424,7 +430,7 @@ class Product:
         out, maps, tiling, (right, major) = empty_aligned(m, n, a), self.maps, self.tiling, stored(b)
         last = self.epilogue.fields(maps, (m, n), tiling.block_rows, **terms)
         a_map, b_map = maps(a, operand_box("k", tiling.block_rows)), maps(right, tiling.b_box(major))
-        self._bind(major)(a=a_map, b=b_map, c=maps(out, (64, PANEL)), **last)
+        self._bind(major)(a=a_map, b=b_map, c=maps(out, (64, PANEL)), sums=sums, **last)
         return out
 
 

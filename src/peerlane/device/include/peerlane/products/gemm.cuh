@@ -17,18 +17,20 @@
 namespace peerlane {
 
 // What a sum becomes before it is rounded: activation(scale sum + bias) + residual; with relu_gradient, whose residual is what relu gave, zero where
-// that is not positive, and nothing added. Each part is there if the type says so; the kernel's parameters then have a member for it:
+// that is not positive, and nothing added; with difference the residual is subtracted. Each part is there if the type says so; the kernel's parameters
+// then have a member for it:
 //   float scale
 //   const char* bias      `n` elements, one for each column of the result
 //   TensorMap residual    as large as the result, boxes of a block's rows of a tile
-enum class Activation { none, relu, silu, gelu, gelu_tanh, relu_gradient };
+//   float* sums, u32 m    [m / 16, rounded up][n], of each column of 16 rows of the m rows of the result, before it is rounded; of the plain product
+enum class Activation { none, relu, silu, gelu, gelu_tanh, relu_gradient, difference };
 
 // `BatchInvariant`: sums over ranks do not depend on who owns a tile (owner_sum.cuh).
 template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false, Scaling Scales = Scaling::none,
-          bool BatchInvariant = false>
+          bool BatchInvariant = false, bool ColumnSums = false>
 struct Epilogue {
     static constexpr Activation activation = Function;
-    static constexpr bool bias = Bias, residual = Residual, scale = Scale, batch_invariant = BatchInvariant;
+    static constexpr bool bias = Bias, residual = Residual, scale = Scale, batch_invariant = BatchInvariant, column_sums = ColumnSums;
     static constexpr Scaling scaling = Scales;
 };
 
@@ -230,8 +232,39 @@ __device__ inline void apply_epilogue(typename Shape::Sum& sum, const Parameters
         if constexpr (Last::activation == Activation::relu_gradient) {
             join_partial<Shape>(sum, group, in, [](float value, float of_relu) { return of_relu <= 0 ? 0 : value; });
         } else if constexpr (Last::residual) {
-            add_partial<Shape>(sum, group, in);
+            add_partial<Shape>(sum, group, in, Last::activation == Activation::difference ? -1.0f : 1.0f);
         }
+    }
+}
+
+// Sums of each column of a warp's 16 rows of a tile. Lanes that have the same columns halve what is theirs until each has an eighth of it.
+template <class Shape, class Parameters>
+__device__ inline void store_column_sums(const typename Shape::Sum& sum, const Parameters& parameters, int first_row, int first_column) {
+    constexpr int pairs = Shape::columns / 4;
+    const u32 lane = threadIdx.x % 32, warp_row = first_row + threadIdx.x / 32 % 4 * 16, row = warp_row + lane / 4;
+    const bool upper_inside = row < parameters.m, lower_inside = row + 8 < parameters.m;  // mma.cuh says where elements lie
+    float total[pairs];
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+        const float* at = sum.value + i / 2 * 4 + i % 2;
+        total[i] = (upper_inside ? at[0] : 0.0f) + (lower_inside ? at[2] : 0.0f);
+    }
+    u32 own = 0;
+#pragma unroll
+    for (int bits = 16, left = pairs / 2; bits >= 4; bits /= 2, left /= 2) {
+        const bool second = lane & bits;
+        own += second ? left : 0;
+#pragma unroll
+        for (int i = 0; i < left; ++i) {
+            const float other = __shfl_xor_sync(0xffffffffu, second ? total[i] : total[i + left], bits);
+            total[i] = (second ? total[i + left] : total[i]) + other;
+        }
+    }
+    if (warp_row >= parameters.m) return;
+#pragma unroll
+    for (int i = 0; i < pairs / 8; ++i) {
+        const u32 column = first_column + (own + i) / 2 * 8 + lane % 4 * 2 + i % 2;
+        if (column < parameters.n) parameters.sums[u64(warp_row / 16) * parameters.n + column] = total[i];
     }
 }
 
@@ -295,6 +328,7 @@ struct GemmRoles : Shape {
         else multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, column});
         apply_epilogue<Shape>(sum, parameters, group, column, in);
         emit<Shape>(sum, out);
+        if constexpr (Shape::Epilogue::column_sums) store_column_sums<Shape>(sum, parameters, row, column);
     }
     __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<GemmRoles>& out) const {
         store_sum<Shape>(out, &parameters.c, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
