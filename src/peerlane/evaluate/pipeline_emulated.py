@@ -99,7 +99,7 @@ class EmulatedPipeline(EvaluationPipeline):
                 runner.check("stress", self.session.deadlines.calls, slots)
         self._race(runner.case, calls=(EMULATED_SCHEDULES - 1) * len(slots))
 
-    def _race(self, case: Case, calls: int = CHECKED_SLOTS) -> set[str]:
+    def _race(self, case: Case, calls: int = CHECKED_SLOTS) -> frozenset[str]:
         """Raises Rejected for what the emulator has found in the latest ``calls``; returns the kinds of its notes."""
         with self._in("stress"):
             report = self.group.present.ask(Request(EmulatedInterface.report_races), "stress", self.session.deadlines.calls, calls=False)[0]
