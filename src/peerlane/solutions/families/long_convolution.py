@@ -352,7 +352,7 @@ class Transforms:
     def __init__(
         self, group: Group, length: int, filters: int, rows: int, dtype: torch.dtype, of_taps: torch.dtype, all_filters: int
     ) -> None:
-        size, self.other = transform_length(length), Side(group.device.type == "cuda", 0)
+        size, self.other = transform_length(length), Side(group.device.type == "cuda", computes=True)
         first = next(divisor for divisor in range(math.isqrt(size), 0, -1) if size % divisor == 0)
         second, fine = size // first, 1 << size.bit_length() // 2 + 1
         coarse = -(-4 * size // fine)
