@@ -29,7 +29,7 @@ MOST_LAUNCHES = 3
 MOST_KERNELS = 4
 """Different kernels of one sequence. More end it sooner than from their second or third launch on."""
 _ALONE_SCHEDULES = 32
-"""Schedules of launches alone, to see whether they depend on the order of atomics. One that does depends on it in most schedules."""
+"""The most schedules of launches alone, to see whether they depend on the order of atomics."""
 _GAP_BYTES, _MOST_RANGES = 4, 16
 _MOST_NOTED = 64
 
