@@ -64,6 +64,7 @@ def test_what_cpu_ranks_are_to_blame_for(number: int, name: str, source: str, wr
         ("RuntimeError: Distributed package doesn't have NCCL built in", True),
         ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", True),
         ("AttributeError: module 'torch.cuda' has no attribute 'all_reduce'", False),
+        ("OSError: libcuda.so.1: cannot open shared object file: No such file or directory", True),
         ("ValueError: cuda", False),
     ],
 )

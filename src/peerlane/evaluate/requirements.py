@@ -27,7 +27,8 @@ _PACKAGES = {
 """Modules of packages that candidates may import, and what to say without them."""
 _WITHOUT_CUDA = re.compile(
     r"(requires|not compiled with|without) CUDA|NCCL built in|module 'torch\._C' has no attribute '_cuda|dummy base class|a CUDA build|"
-    r"No CUDA GPUs are available|Found no NVIDIA driver|backend for device type cuda|accelerator device when none"
+    r"No CUDA GPUs are available|Found no NVIDIA driver|backend for device type cuda|accelerator device when none|"
+    r"lib(cuda|cudart|nvrtc)\.so"
 )
 """What torch says of its functions for GPUs where there is none."""
 _REGISTER = "ncclCommWindowRegister"
