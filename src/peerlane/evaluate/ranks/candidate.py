@@ -32,7 +32,7 @@ from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.connections import tcp_connections
 from peerlane.evaluate.ranks.rank import Rank, RankProcess
 from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.evaluate.ranks.triton_bounds import check_bounds, skip_autotuning
+from peerlane.evaluate.ranks.triton_bounds import check_bounds, compute_bfloat16, skip_autotuning
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
 _KEPT_MEMORY = 0.08  # of a GPU, for contexts and for the trusted ranks
@@ -178,6 +178,7 @@ class CandidateRank(Rank, CandidateInterface):
         solution = solution_of(import_candidate(Path(path), source.encode("latin-1")), Path(path))
         if not self.place.has_gpus:
             check_bounds()
+            compute_bfloat16()
             skip_autotuning()
         self._solution = problems.get(problem).accepting(variant, solution)
 
