@@ -18,7 +18,8 @@ HOST = r"""template <class T> __global__ void sum(const T* const* data, const T*
 
 
 def launched(data: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    program = core.Program(HOST, "c++", core.ProgramOptions(arch="sm_90a")).compile("cubin", name_expressions=("sum<float>",))
+    major, minor = core.Device().compute_capability
+    program = core.Program(HOST, "c++", core.ProgramOptions(arch=f"sm_{major}{minor}a")).compile("cubin", name_expressions=("sum<float>",))
     stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
     core.launch(stream, core.LaunchConfig(grid=1, block=32), program.get_kernel("sum<float>"), data, x.data_ptr(), out.data_ptr())
     return out

@@ -116,9 +116,22 @@ ON_CPU = {
     ),
     "1_calls_cuda": (
         "import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n",  # no CUDA code of its own, whatever its name says
-        "runtime_error",
+        "not_run",
         "Torch not compiled with CUDA" if torch.version.cuda is None else "CUDA",
     ),
+    "1_stream_at_import_pytorch": ("import torch\nSTREAM = torch.cuda.Stream()\n", "not_run", "needs a GPU: "),
+    "1_parses_options_pytorch": (f"{GOOD_ONE.read_text()}import argparse\nargparse.ArgumentParser().parse_args()\n", "correct", "right"),
+    "1_keeps_a_pool_pytorch": (
+        f"{GOOD_ONE.read_text()}import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "POOL = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))\nassert POOL.submit(pow, 2, 3).result() == 8\n",
+        *("correct", "right"),
+    ),
+    "1_more_parameters_pytorch": (
+        "def solution(x, rank): pass\n",
+        "runtime_error",
+        "'rank'; it is called by position, as solution(tensor)",
+    ),
+    "1_other_type_error_pytorch": ("def solution(x): len(1)\n", "runtime_error", "object of type 'int' has no len()"),
     "1_plain_cuda": ((EXAMPLES / "pytorch" / "1_allreduce_pytorch.py").read_text(), "correct", "right"),
 }
 

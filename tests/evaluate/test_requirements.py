@@ -7,7 +7,7 @@ import pytest
 
 from peerlane import problems
 from peerlane.evaluate.candidates import candidate_text
-from peerlane.evaluate.requirements import missing_before, missing_behind, needs_multicast
+from peerlane.evaluate.requirements import lacks_cuda, missing_before, missing_behind, needs_multicast
 from peerlane.results.verdict import CudaError, Hang, ImportFailure, NotRun, OutOfMemory, RuntimeFailure, TrackViolation, Verdict
 from peerlane.settings import MULTICAST_REASON, passes_to_ranks
 from sample_results import result, wrong_result
@@ -53,6 +53,23 @@ def test_what_cpu_ranks_are_to_blame_for(number: int, name: str, source: str, wr
     verdict = wrong_result(wrong_ranks=wrong_ranks, detail="off")
     found = missing_behind(verdict, candidate_text(source, number, name), source, problems.get(number), 2)
     assert found is None if to_blame is None else to_blame in str(found) and "off" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "lacks"),
+    [
+        ("RuntimeError: torch.cuda.Stream requires CUDA support", True),
+        ("AssertionError: Torch not compiled with CUDA enabled", True),
+        ("RuntimeError: No CUDA GPUs are available", True),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", True),
+        ("AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'", True),
+        ("AttributeError: module 'torch.cuda' has no attribute 'all_reduce'", False),
+        ("OSError: libcuda.so.1: cannot open shared object file: No such file or directory", True),
+        ("ValueError: cuda", False),
+    ],
+)
+def test_a_missing_gpu_is_known_by_the_words_of_torch(line: str, lacks: bool) -> None:
+    assert lacks_cuda(line) is lacks
 
 
 CRASH = CudaError(phase="first_call", rank=0, message="an illegal memory access was encountered")

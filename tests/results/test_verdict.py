@@ -123,10 +123,18 @@ def test_a_limit_of_gloo_is_called_one() -> None:
     assert verdict("runtime_error", message=message).reason.endswith("got (3)) (a limit of gloo on CPU ranks; NCCL may accept it)")
 
 
+@pytest.mark.parametrize(
+    "line", ["PermissionError: [Errno 13] Permission denied: '/tmp/x'", "OSError: [Errno 30] Read-only file system: '/x'"]
+)
+def test_where_a_confined_candidate_may_write_is_told(line: str) -> None:
+    assert "below its working directory and tempfile.gettempdir()" in verdict("import_error", message=line).reason
+    assert "gettempdir" not in verdict("import_error", message="FileNotFoundError: [Errno 2] No such file or directory: 'x'").reason
+
+
 def test_a_changed_argument_is_not_called_a_wrong_output() -> None:
     made = verdict("wrong_result", output=f"{ARGUMENT}`tensor`", detail=CHANGED, error_over_tolerance=float("inf"))
     place = "(rank 0, case 1/small/ragged/w2, slot 2)"
-    assert made.reason == f"argument `tensor` was changed, which the problem does not allow {place}"
+    assert made.reason.startswith(f"argument `tensor` was changed, which the problem does not allow {place}; clone it first: .float()")
 
 
 @pytest.mark.parametrize(("kind", "name"), REQUIRED)

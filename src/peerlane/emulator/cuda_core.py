@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,14 +140,21 @@ def _packed(group: Any, kernel: str, index: int, nbytes: int, value: Any) -> Any
     return (ctypes.c_char * nbytes).from_buffer_copy(content[:nbytes])
 
 
+class ComputeCapability(NamedTuple):
+    """Stands for what ``cuda.core.Device`` says of a GPU's architecture."""
+
+    major: int
+    minor: int
+
+
 class Device:
     """Stands for ``cuda.core.Device``."""
 
     def __init__(self, device_id: int | None = None) -> None:
         self.device_id = device_id or 0
-        self.compute_capability = SimpleNamespace(**dict(zip(("major", "minor"), TORCH_CUDA["get_device_capability"](), strict=True)))
+        self.compute_capability = ComputeCapability(*TORCH_CUDA["get_device_capability"]())
         self.properties = SimpleNamespace(multiprocessor_count=TORCH_CUDA["get_device_properties"]().multi_processor_count)
-        self.arch = "{major}{minor}".format(**vars(self.compute_capability))
+        self.arch = "{}{}".format(*self.compute_capability)
         self.default_stream = Stream()
 
     def set_current(self, *_: Any) -> None:

@@ -35,7 +35,7 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
+from peerlane.evaluate.requirements import lacks_cuda, missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
 from peerlane.evaluate.timing.back_to_back import input_groups
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.problems.contract.spec import Case
@@ -194,7 +194,8 @@ class EvaluationPipeline:
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = failure.message.strip().splitlines()[-1:]
         compiles = self.job.candidate.is_cuda or self.job.candidate.compiles
-        if failure.kind in _RAISED and compiles and not self.node.place.runs_cuda and wants_gpu("".join(line)):
+        tells = wants_gpu if compiles else lacks_cuda
+        if failure.kind in _RAISED and not self.node.place.runs_cuda and tells("".join(line)):
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
         if self.group.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
             return NotRun(missing=f"{missing}: {''.join(line)}")

@@ -25,6 +25,12 @@ _PACKAGES = {
     "fla": "flash-linear-attention, which the candidate imports: run pip install 'fla-core[cuda]'",
 }
 """Modules of packages that candidates may import, and what to say without them."""
+_WITHOUT_CUDA = re.compile(
+    r"(requires|not compiled with|without) CUDA|NCCL built in|module 'torch\._C' has no attribute '_cuda|dummy base class|a CUDA build|"
+    r"No CUDA GPUs are available|Found no NVIDIA driver|backend for device type cuda|accelerator device when none|"
+    r"lib(cuda|cudart|nvrtc)\.so"
+)
+"""What torch says of its functions for GPUs where there is none."""
 _REGISTER = "ncclCommWindowRegister"
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
@@ -120,6 +126,11 @@ def needs_gpu(raised: str, by_nvcc: bool, *, emulated: bool) -> str:
         tried += ", nvcc compiles the device code of its extensions"
     where = "run it on a GPU node" + (", or add --device emulated" if emulated else "")
     return f"needs a GPU: {tried}; what it compiles when it is called was not compiled; {where}"
+
+
+def lacks_cuda(line: str) -> bool:
+    """Tells whether the last line of a traceback says in torch's words that there is no GPU."""
+    return _WITHOUT_CUDA.search(line) is not None
 
 
 def missing_on_virtual_node(message: str) -> str | None:

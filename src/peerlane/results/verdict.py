@@ -16,6 +16,14 @@ Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress
 ARGUMENT = "argument "
 CHANGED = "changed, which the problem does not allow"
 
+_OWN_FOLDERS = " (a confined candidate may write below its working directory and tempfile.gettempdir() alone)"
+_HINTS = {
+    "ProcessGroupGloo": " (a limit of gloo on CPU ranks; NCCL may accept it)",
+    "PermissionError: [Errno 13]": _OWN_FOLDERS,
+    "Read-only file system": _OWN_FOLDERS,
+}
+"""What to add to a failure whose line has these words."""
+
 
 class _Verdict(Record):
     """A verdict whose reason is its ``said``, with its fields in their places."""
@@ -53,7 +61,8 @@ class WrongResult(Record):
     @property
     def reason(self) -> str:
         if self.output.startswith(ARGUMENT) and self.detail == CHANGED:
-            return f"{self.output} was {CHANGED} (rank {self.rank}, case {self.case}, slot {self.slot})"
+            place = f"(rank {self.rank}, case {self.case}, slot {self.slot})"
+            return f"{self.output} was {CHANGED} {place}; clone it first: .float(), .to() and .contiguous() may return the argument itself"
         found = (("got", self.got), ("expected", self.expected))  # either may be missing: an answer too many, or one that is not there
         values = ", ".join(f"{name} {value:.6g}" for name, value in found if value is not None)
         place = f" at {list(self.index)}: {values}" if self.index and values else ""
@@ -90,8 +99,8 @@ class _Failure(_InCase):
     @property
     def reason(self) -> str:
         where, line = f"rank {self.rank}, " if self.rank is not None else "", self._telling_line
-        limit = " (a limit of gloo on CPU ranks; NCCL may accept it)" if "ProcessGroupGloo" in line else ""
-        return f"{where}{self.phase}{self._case}: {line}{limit}"
+        hint = next((hint for mark, hint in _HINTS.items() if mark in line), "")
+        return f"{where}{self.phase}{self._case}: {line}{hint}"
 
     @property
     def _telling_line(self) -> str:

@@ -38,6 +38,20 @@ def test_a_kernel_within_its_bounds_is_correct(evaluator: pl.Evaluator) -> None:
     assert result.correct, result.verdict
 
 
+def test_arithmetic_on_bfloat16_is_that_of_a_gpu(evaluator: pl.Evaluator) -> None:
+    loaded = "tl.load(x_ptr + at, mask=at < n)"
+    source = SCALE.replace(loaded, f"tl.where({loaded} > 0, {loaded} + {loaded}, -(-{loaded} + -{loaded})) * 0.5")
+    result = evaluator.evaluate(1, source, name="1_doubles_triton", cases="timed")
+    assert result.correct, result.verdict
+
+
+def test_an_autotuned_kernel_is_correct(evaluator: pl.Evaluator) -> None:
+    tuned = "@triton.autotune([triton.Config({'BLOCK': 64}, num_warps=warps) for warps in (2, 4)], key=['n'])\n@triton.jit"
+    source = SCALE.replace("@triton.jit", tuned).replace(", BLOCK=64)", ")")
+    result = evaluator.evaluate(1, source, name="1_tuned_triton", cases="timed")
+    assert result.correct, result.verdict
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

@@ -331,5 +331,6 @@ def main(fd: int, confinement: Confinement, folders: list[str], program: str) ->
 
 
 if __name__ == "__main__":
-    start = json.loads(sys.argv[2])
-    main(int(sys.argv[1]), Confinement.from_json(start["confinement"]), start["folders"], start["program"])
+    channel, start = int(sys.argv[1]), json.loads(sys.argv[2])
+    del sys.argv[1:]  # a candidate that parses its options at import has none
+    main(channel, Confinement.from_json(start["confinement"]), start["folders"], start["program"])

@@ -10,7 +10,7 @@ import importlib.util
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -32,7 +32,7 @@ from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.connections import tcp_connections
 from peerlane.evaluate.ranks.rank import Rank, RankProcess
 from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.evaluate.ranks.triton_bounds import check_bounds
+from peerlane.evaluate.ranks.triton_bounds import check_bounds, compute_bfloat16, skip_autotuning
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
 _KEPT_MEMORY = 0.08  # of a GPU, for contexts and for the trusted ranks
@@ -129,6 +129,7 @@ class CandidateRank(Rank, CandidateInterface):
         self._solution: Solution | None = None
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
+        self._parameters: Sequence[str] = ()
         self._jitter = Jitter(self.device)
 
     def initialize(self) -> int:
@@ -150,6 +151,7 @@ class CandidateRank(Rank, CandidateInterface):
 
     def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
         spec = problems.get(problem)
+        self._parameters = spec.parameters
         self._spaces[space] = AttachedCase.attach(self, layout, self.groups(layout.groups), updates_of(spec))
         if not self._loaded:
             self._reference = spec.reference_of(variant)
@@ -176,6 +178,8 @@ class CandidateRank(Rank, CandidateInterface):
         solution = solution_of(import_candidate(Path(path), source.encode("latin-1")), Path(path))
         if not self.place.has_gpus:
             check_bounds()
+            compute_bfloat16()
+            skip_autotuning()
         self._solution = problems.get(problem).accepting(variant, solution)
 
     def _solution_of(self, side: wire.Side) -> Solution:
@@ -214,7 +218,12 @@ class CandidateRank(Rank, CandidateInterface):
             poison_freed_memory(outputs.layout[slot], self.device)
             args = outputs.fresh(attached.arguments.args[slot])
             with recording(self.device, marker, timeline=timeline) if marker else contextlib.nullcontext() as record:
-                output = solution(*args)
+                try:
+                    output = solution(*args)
+                except TypeError as error:
+                    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                        raise
+                    raise TypeError(f"{error}; it is called by position, as solution({', '.join(self._parameters)})") from None
             if record is not None:
                 recordings.append(record.result())
             taken = outputs.take(slot, output, args)

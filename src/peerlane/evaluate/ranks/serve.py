@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 import traceback
 from typing import Any
 
@@ -67,5 +68,7 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
         if me.leaving:
             break
     gc.collect()
+    if (pools := sys.modules.get("concurrent.futures.process")) is not None:
+        pools._python_exit()  # as Python does first: multiprocessing's function waits for the processes of pools
     atexit._run_exitfuncs()
     return 0

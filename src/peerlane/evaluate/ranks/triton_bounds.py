@@ -81,6 +81,58 @@ def check_bounds() -> None:
     interpreter.GridExecutor._init_args_hst = noted
 
 
+def compute_bfloat16() -> None:
+    """Has the interpreter, if it is loaded, compute on bfloat16 in float32 and round. By itself it computes on the bits, as integers."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or hasattr(interpreter.InterpreterBuilder.binary_op, "__wrapped__"):
+        return
+    language, truncate = interpreter.tl, interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Converts as the interpreter does, but rounds float32 to the nearest bfloat16, as a GPU does."""
+        if (source, target, mode) != (language.float32, language.bfloat16, None):
+            return truncate(values, source, target, mode)
+        wide = np.frombuffer(values.tobytes(), np.float32).reshape(values.shape).copy()
+        return torch.from_numpy(wide).bfloat16().view(torch.uint16).numpy()
+
+    def constant(_: Any, value: float) -> Any:
+        bits = convert(np.array([value], np.float32), language.float32, language.bfloat16, None)
+        return interpreter.TensorHandle(bits, language.bfloat16)
+
+    interpreter._convert_float, interpreter.InterpreterBuilder.get_bf16 = convert, constant
+
+    def with_operands(evaluate: Any) -> Any:
+        @functools.wraps(evaluate)
+        def evaluated(builder: Any, *operands: Any) -> Any:
+            *handles, operation = operands
+            narrow = [handle.dtype.scalar == language.bfloat16 for handle in handles]
+            if not any(narrow):
+                return evaluate(builder, *operands)
+
+            def in_float32(*data: Any) -> Any:
+                wide = (
+                    convert(values, language.bfloat16, language.float32, None).view(np.float32) if is_narrow else values
+                    for is_narrow, values in zip(narrow, data, strict=True)
+                )
+                result = np.asarray(operation(*wide))
+                if result.dtype != np.float32:
+                    return result
+                return convert(result, language.float32, language.bfloat16, None).view(np.uint16)
+
+            return evaluate(builder, *handles, in_float32)
+
+        return evaluated
+
+    for name in ("unary_op", "binary_op", "ternary_op"):
+        setattr(interpreter.InterpreterBuilder, name, with_operands(getattr(interpreter.InterpreterBuilder, name)))
+
+
+def skip_autotuning() -> None:
+    """Has the autotuner take its first configuration from now on, if it is loaded: it times kernels with a driver, which needs a GPU."""
+    if (autotuner := sys.modules.get("triton.runtime.autotuner")) is not None:
+        autotuner.Autotuner._bench = lambda tuner, *_, config, **__: tuner.configs.index(config)
+
+
 def _range(name: str, tensor: torch.Tensor) -> Range:
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name
