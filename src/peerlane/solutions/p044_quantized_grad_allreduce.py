@@ -127,9 +127,10 @@ INT8_MEAN = DeclaredKernel(
 def int8_mean(group: Group, shape: tuple[int, ...], dtype: torch.dtype, block: int) -> tuple[BoundKernel, torch.Tensor]:
     count = torch.Size(shape).numel()
     blocks, lanes = -(-count // block), next((lanes for lanes in (1, 2, 4, 8, 16) if 8 * lanes >= block), 32)
-    coded, threads = count + 4 * blocks, min(512, group.max_threads)
+    coded = count + 4 * blocks
     everybody = group.world_size * coded <= coded + count * dtype.itemsize
     part = -(-blocks // (1 if everybody else group.world_size) // 4) * 4  # whole vectors of scales
+    threads = min(512 if part // 4 * lanes > 256 * group.sm_count else 256, group.max_threads)  # few blocks: on more SMs
     grid = min(group.sm_count, -(-part // 4 * lanes // threads))
     places = 2 * group.world_size * part
     bound = INT8_MEAN.bind(
