@@ -48,7 +48,7 @@ TWINS = [
     (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (42, "bf16", "if (GATHER) peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
-    (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
+    (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch);", "__syncthreads();"),
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
     (46, "tokens_bf16", "if (k < WORLD_SIZE)", "if (k < WORLD_SIZE - 1)"),
     (47, "bf16", "g[e] /= WORLD_SIZE;", ""),

@@ -39,6 +39,11 @@ __device__ void load_eights(const char* slice, u64 elements, u64 i, u64 step, fl
     load_together<ELEMENT, together>(slice + i * bytes, left, place, value);
 }
 
+// Eight elements from `at` on; nothing behind the slice's end.
+__device__ void store_eight(char* slice, u64 elements, u64 at, const float (&value)[row_lanes]) {
+    RowOf<ELEMENT>(slice + at * bytes, 0, static_cast<u32>(min(elements - at, u64(row_lanes)))).store(0, value);
+}
+
 extern "C" __global__ void __launch_bounds__(512, 1)
     fp8_exchange(const __grid_constant__ Arena arena, const __grid_constant__ Fp8Exchange args) {
     __shared__ Largest scratch[32], of_rank[WORLD_SIZE];
@@ -48,15 +53,13 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     const u64 n = args.slice;
 
     Largest own{};
-    for (int s = 0; s < slices; ++s) {
-        each_eights(n, [&](u64 i, u64 step) {
-            float value[together][row_lanes];
-            load_eights(args.flat + s * n * bytes, n, i, step, value);
-            for (const auto& eight : value) {
-                for (float v : eight) own.value = max(own.value, magnitude(v));
-            }
-        });
-    }
+    each_eights(slices * n, [&](u64 i, u64 step) {
+        float value[together][row_lanes];
+        load_eights(args.flat, slices * n, i, step, value);
+        for (const auto& eight : value) {
+            for (float v : eight) own.value = max(own.value, magnitude(v));
+        }
+    });
     if (blockIdx.x == 0) {
         for (u32 h = 1 + threadIdx.x; h < args.entries; h += blockDim.x) {
             const float entry = element_of<HISTORY>(args.history, h);
@@ -65,7 +68,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         }
     }
     own = block_reduce(own, larger, scratch);
-    grid_reduce(arena, args.largest, epoch, own, Largest{}, larger, of_rank);
+    grid_send<WORLD_SIZE>(arena, args.largest, epoch, own);
+    grid_receive(arena, args.largest, epoch, 0, 1, Largest{}, larger, of_rank);  // the other ranks' only where codes are decoded
     const auto scale_of = [&](int q) {  // in float32, from the new history as it is stored
         float newest[row_lanes] = {__uint_as_float(of_rank[q].value)};
         round_as<HISTORY>(newest);
@@ -75,29 +79,36 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     const float amax = __uint_as_float(of_rank[arena.rank].value);
     if (blockIdx.x == 0 && threadIdx.x == 0) set_element<HISTORY>(args.new_history, args.entries - 1, amax);
 
-    const float scale = scale_of(arena.rank);
+    const float scale = scale_of(arena.rank), inverse = 1.0f / scale;
     const u64 stride = (n + 15) / 16 * 16, codes = args.codes + (epoch & 1) * WORLD_SIZE * stride;
-    for (int s = 0; s < slices; ++s) {
-        const int q = rank_after<WORLD_SIZE>(arena.rank, s);
-        each_eights(n, [&](u64 i, u64 step) {
+    each_eights(n, [&](u64 i, u64 step) {  // slices by turns, so that links are busy all the time
+        for (int s = 0; s < slices; ++s) {
+            const int q = rank_after<WORLD_SIZE>(arena.rank, s);
             float value[together][row_lanes];
             load_eights(args.flat + (SCATTER ? q : 0) * n * bytes, n, i, step, value);
 #pragma unroll
             for (int e = 0; e < together; ++e) {
-                if (i + e * step >= n) break;
-                for (float& v : value[e]) v /= scale;
-                for (int k = 0; k < WORLD_SIZE / slices; ++k) {
-                    char* target = arena.peer(rank_after<WORLD_SIZE>(q, k), codes + arena.rank * stride + i + e * step);
+                const u64 at = i + e * step;
+                if (at >= n) break;
+                for (float& v : value[e]) v = quotient(v, scale, inverse);
+                for (int k = !SCATTER; k < WORLD_SIZE / slices; ++k) {
+                    char* target = arena.peer(rank_after<WORLD_SIZE>(q, k), codes + arena.rank * stride + at);
                     RowOf<Float8E4M3>(target, 0, row_lanes).store(0, value[e]);
                 }
+                if (SCATTER) continue;
+                round_as<Float8E4M3>(value[e]);
+                for (float& v : value[e]) v *= scale;
+                store_eight(args.out + arena.rank * n * bytes, n, at, value[e]);
             }
-        });
-    }
+        }
+    });
     Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);
+    grid_receive(arena, args.largest, epoch, 1, WORLD_SIZE, Largest{}, larger, of_rank);
 
     each_eights(n, [&](u64 i, u64 step) {
         float sum[together][row_lanes] = {};
         for (int q = 0; q < WORLD_SIZE; ++q) {
+            if (!SCATTER && q == arena.rank) continue;
             const float of_source = scale_of(q);
             u64 code[together];
 #pragma unroll
@@ -115,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                     round_as<ELEMENT>(value);
                     for (int l = 0; l < row_lanes; ++l) sum[e][l] += value[l];
                 } else {
-                    RowOf<ELEMENT>(args.out + (q * n + at) * bytes, 0, u32(min(n - at, u64(row_lanes)))).store(0, value);
+                    store_eight(args.out + q * n * bytes, n, at, value);
                 }
             }
         }
@@ -124,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             const u64 at = i + e * step;
             if (at >= n || !SCATTER) break;
             for (float& v : sum[e]) v /= WORLD_SIZE;
-            RowOf<ELEMENT>(args.out + at * bytes, 0, u32(min(n - at, u64(row_lanes)))).store(0, sum[e]);
+            store_eight(args.out, n, at, sum[e]);
         }
     });
 }

@@ -44,6 +44,12 @@ struct Int32 {
     __device__ static u32 narrow(const u32* in) { return in[0]; }
 };
 
+// value / divisor from 1 / divisor: the same bits where none of the terms is subnormal or infinite, in three operations and without a branch.
+__device__ inline float quotient(float value, float divisor, float inverse) {
+    const float near = value * inverse;
+    return fmaf(-fmaf(near, divisor, -value), inverse, near);
+}
+
 // 8-bit floats; sums too large for the type become its largest number, NaN stays NaN.
 struct Float8E4M3 {
     using Sum = float;
