@@ -141,7 +141,7 @@ TWINS = {
     "a window that does not fit stays": ("large", "if (first && cut.maximum > -infinity &&", "if (false &&"),
     "a bin is not divided": ("tiny", "bins = Bins::divided(cut.range);", "return cut;"),
     "the bins of the token before": ("around_zero", "        histogram.clear(team);\n", ""),
-    "no meeting behind the clearing": ("around_zero", "said[2] = 0;\n        team.sync();", "said[2] = 0;"),
+    "no meeting behind the clearing": ("around_zero", "histogram.clear(team);\n        team.sync();", "histogram.clear(team);"),
     "no meeting behind the last packet": ("count", "        team_.sync();\n    }\n    // At the end", "    }\n    // At the end"),
     "no meeting before the first packet": (
         "count",
