@@ -1,8 +1,7 @@
 // The filter of a token's logits, of which every rank holds a shard: top-k keeps those no smaller than the k-th largest, and top-p of these the
 // fewest whose probabilities, from the largest down, reach p. A team of warps does a token; no logit crosses a link but the largest ones.
 //
-// Here: rows and their way to shared memory, rounds of packets, sums over what a threshold keeps, and top-k with short lists. nucleus_search.cuh
-// finds any other filter.
+// Here: rows, their way to shared memory, rounds of packets, sums over what a threshold keeps, and top-k with short lists. nucleus_search.cuh finds any other filter.
 #pragma once
 
 #include <peerlane/rows.cuh>
@@ -180,8 +179,7 @@ class RowStream {
     __device__ void fetch(const Warps& team) {
         if (team.thread() >= warp_threads || !in_parts() || ahead_.token >= tokens_) return;
         const u32 bytes = min(Parts::bytes, row_bytes_ - ahead_at_);
-        const char* const from = logits_ + u64(ahead_.token) * row_bytes_ + ahead_at_;
-        producer_.fill(bytes, [&](auto& part, u64* full) { ptx::bulk_load(part.data, from, bytes, full); });
+        producer_.fill(bytes, [&](auto& part, u64* full) { ptx::bulk_load(part.data, logits_ + u64(ahead_.token) * row_bytes_ + ahead_at_, bytes, full); });
         ahead_at_ += bytes;
         if (ahead_at_ == row_bytes_) ahead_at_ = 0, next(ahead_);
     }

@@ -2,8 +2,8 @@
 // in which a sum reaches the goal is divided again, until it holds one number.
 //
 // The first bins are those of a window of bfloat16, a bin for each number. So a row of bfloat16 is read once; its probabilities are counts times
-// exp(number), and a pair of numbers takes few instructions, for none asks which of them is the largest. Rows of float32 are read once more for
-// every further division, and bins hold masses in fixed point. Sums of integers do not depend on the order of atomics.
+// exp(number), and a pair of numbers takes few instructions, for none asks which of them is the largest. Rows of float32 are read once more for every further division, and bins hold masses in fixed point. Sums of integers do not
+// depend on the order of atomics.
 #pragma once
 
 #include <peerlane/collectives/nucleus.cuh>
@@ -210,8 +210,8 @@ struct Cut {
     bool has_nan, whole;  // whole: everything is needed
 };
 
-// The largest logit for which at least a goal of counts or masses lies at it or above; `goal` is a count, or a part of all masses. With has_floor
-// only logits of at least `floor` take part. Ends with has_nan alone if there is a NaN. `row` is the shard, or a stream of which it is next.
+// The largest logit for which at least a goal of counts or masses lies at it or above; `goal` is a count, or a part of all masses. With has_floor only
+// logits of at least `floor` take part. Ends with has_nan alone if there is a NaN. `row` is the shard, or a stream of which it is next.
 template <bool masses, bool has_floor, class E, class Row, int W>
 __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, float goal, float floor, u32* bins_memory) {
     constexpr bool in_pairs = unused_bits<E> == 16 && !has_floor;
