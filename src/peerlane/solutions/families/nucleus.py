@@ -4,7 +4,7 @@ The filter is found without a sort, by teams of warps. Up to 93 largest: each ra
 bins, and send sums over bins until they know which one holds the threshold. ``peerlane/collectives/nucleus.cuh``, ``nucleus_search.cuh``.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,11 +17,9 @@ SOURCE = r"""
 #include <peerlane/collectives/nucleus_search.cuh>
 using namespace peerlane;
 
-using Parts = RowParts<PARTS, TEAM_THREADS, PART_VECTORS>;
 struct TeamMemory {
     RoundMemory<WORLD_SIZE> rounds;
     u32 words[TEAM_WORDS];  // candidates, or bins
-    Parts parts;
 };
 static_assert(TEAMS * sizeof(TeamMemory) == SHARED_BYTES);
 
@@ -32,40 +30,31 @@ extern "C" __global__ void __launch_bounds__(TEAMS * TEAM_THREADS)
     const Warps team{number * (TEAM_THREADS / warp_threads), TEAM_THREADS / warp_threads, 1 + number};
     TeamMemory& memory = reinterpret_cast<TeamMemory*>(ptx::dynamic_shared())[number];
     Rounds<WORLD_SIZE> rounds(arena, args.packets, first, epoch, team, memory.rounds);
-    const u32 begin = number * gridDim.x + blockIdx.x, step = gridDim.x * TEAMS;
-    RowStream<ELEMENT, Parts> row(team, memory.parts, args.logits, args.columns, begin, args.tokens, step, 1 + GRADIENT);
-    for (u32 token = begin; token < args.tokens; token += step) {
+    for (u32 token = number * gridDim.x + blockIdx.x; token < args.tokens; token += gridDim.x * TEAMS) {
         const long long target = args.target[token] - static_cast<long long>(arena.rank) * args.columns;
         const ShardRow<ELEMENT> shard{args.logits + u64(token) * args.columns * ShardRow<ELEMENT>::bytes, args.columns, target};
 #if LISTS
         float* const candidates = reinterpret_cast<float*>(memory.words);
         const u32 owner = u32(args.target[token] / args.columns);
-        const KeptLogits kept = merge_largest<TEAM_THREADS>(rounds, shard, row, owner, args.top_k, args.top_p, candidates, CAPACITY);
+        const KeptLogits kept = merge_largest<TEAM_THREADS>(rounds, shard, owner, args.top_k, args.top_p, candidates, CAPACITY);
 #else
-        const KeptLogits kept = search_kept<TOP_K, TOP_P>(rounds, shard, row, args.top_k, args.top_p, memory.words);
+        const KeptLogits kept = search_kept<TOP_K, TOP_P>(rounds, shard, args.top_k, args.top_p, memory.words);
 #endif
         const bool has_nan = kept.mass != kept.mass;  // all of the token's results are NaN
         const bool has_target = (kept.target >= kept.threshold && kept.target > -infinity) || has_nan;
 #if GRADIENT
-        // Four entries a thread, of which a warp writes whole lines. The target's is written again.
-        constexpr u32 lanes = 4;
-        const float weight = element_of<WEIGHT>(args.weight, token), factor = -weight / kept.mass;
-        const float floor = has_nan ? -infinity : kept.threshold;
-        float* const out = args.out + u64(token) * args.columns;
-        const bool vectors = aligned_for<Vec16>(out) && args.columns % lanes == 0;
-        row.template each<lanes / ELEMENT::lanes>(team, [&](u32 column, const float (&value)[lanes]) {
+        constexpr u32 lanes = ShardRow<ELEMENT>::lanes;
+        const float weight = element_of<WEIGHT>(args.weight, token), factor = weight / kept.mass;
+        char* const out = reinterpret_cast<char*>(args.out + u64(token) * args.columns);
+        shard.each(team, [&](u32 column, const float (&value)[lanes]) {
             u32 words[lanes];
-#pragma unroll
             for (u32 e = 0; e < lanes; ++e) {
-                words[e] = __float_as_uint(value[e] < floor ? 0.0f : factor * fast_mass_of(value[e], kept.maximum));
+                const bool keeps = value[e] >= kept.threshold || has_nan;
+                const float hit = has_target && column + e == shard.target ? weight : 0.0f;
+                words[e] = __float_as_uint(hit - (keeps ? factor * fast_mass_of(value[e], kept.maximum) : 0.0f));
             }
-            if (vectors) store_vectors(reinterpret_cast<char*>(out + column), words);
-            else store_words(reinterpret_cast<char*>(out), 4ull * column, 4ull * args.columns, words);
+            store_words(out, 4ull * column, 4ull * args.columns, words);
         });
-        team.sync();
-        if (team.thread() == 0 && has_target && target >= 0 && target < args.columns) {
-            out[target] = weight + factor * fast_mass_of(kept.target, kept.maximum);
-        }
 #else
         if (team.thread() == 0) args.out[token] = has_target ? kept.target - kept.maximum - logf(kept.mass) : -infinity;
 #endif
@@ -77,13 +66,11 @@ FILTERED_LOGITS = DeclaredKernel(
     "filtered_logits", SOURCE, epochs=Epochs(), packets=Packets(), logits=Pointer("const char*"), target=Pointer("const long long*"),
     weight=Pointer("const char*"), out=Pointer("float*"), tokens=U32, columns=U32, rounds=U32, top_k=U32, top_p=F32,
 )  # fmt: skip
-THREADS, TEAMS, GRADIENT_TEAMS = 1024, 4, 2
-"""Threads of a block, one on each SM, and how many tokens it does at a time; fewer where rows are read again, from L2."""
-PARTS, FEWEST_PARTS, PART_VECTORS = 8, 3, 2
-"""Parts of rows that a team has room for, if shared memory has, and of each part the vectors of 16 bytes for a thread."""
+THREADS, TEAMS = 1024, 4
+"""Threads of a block, one on each SM, and how many tokens it does at a time."""
 CANDIDATES = 4096
 """Numbers of a token among which the largest are sought."""
-ROUND_PACKETS, LONGEST_LIST, HISTOGRAM_WORDS = 32, 93, 6144
+ROUND_PACKETS, LONGEST_LIST, HISTOGRAM_BINS = 32, 93, 6144
 """The same numbers as in the headers."""
 SEARCH_ROUNDS = 9
 """The most of a filter: one for a window that must be moved, and two for each of four divisions."""
@@ -114,50 +101,37 @@ class Filter:
 
 @dataclass(frozen=True)
 class Shape:
-    """A launch: blocks, and of each the teams, which do a token at a time. A team has words of shared memory to gather a token's largest
-    logits, or to count all, and room for parts of rows."""
+    """A launch: blocks, and of each the teams, which do a token at a time."""
 
     grid: int
     teams: int
     team_threads: int
-    words: int
-    parts: int
 
     @staticmethod
-    def of(group: Group, tokens: int, kept: Filter, dtype: torch.dtype, most_teams: int) -> "Shape":
+    def of(group: Group, tokens: int, kept: Filter, dtype: torch.dtype) -> "Shape":
         """Returns one in which a team has as many threads as the tokens leave it, and its own part of shared memory."""
         threads, grid = min(THREADS, group.max_threads), min(group.sm_count, tokens)
-        teams = 2 * min(most_teams, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length())
-        parts = 0
-        while parts < FEWEST_PARTS:
+        shape = Shape(grid, teams := min(TEAMS, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length()), threads // teams)
+        while shape.shared_bytes(kept, dtype, group.world_size) > SHARED_LIMIT_BYTES - SYSTEM_BYTES:
             teams //= 2
-            words = Shape.words_of(kept, dtype, threads // teams)
-            shape = Shape(grid, teams, threads // teams, words, 0)
-            room = SHARED_LIMIT_BYTES - SYSTEM_BYTES - shape.shared_bytes(group.world_size)
-            parts = min(PARTS, room // (teams * shape.part_bytes))
-        return replace(shape, parts=parts)
+            shape = Shape(grid, teams, threads // teams)
+        return shape
 
     def rounds(self, tokens: int, of_token: int) -> int:
         """Returns the rounds of a launch, an even number, for teams that need up to ``of_token`` for each of theirs."""
         rounds = -(-tokens // (self.grid * self.teams)) * of_token
         return rounds + rounds % 2
 
-    @staticmethod
-    def words_of(kept: Filter, dtype: torch.dtype, team_threads: int) -> int:
-        """Returns the words of a team."""
+    def words(self, kept: Filter, dtype: torch.dtype) -> int:
+        """Returns the 32-bit words of shared memory in which a team gathers a token's largest logits, or counts all."""
         if kept.lists:
-            return max(CANDIDATES, team_threads)
+            return max(CANDIDATES, self.team_threads)
         exact = dtype == torch.bfloat16 or kept.top_p >= 1
-        return HISTOGRAM_WORDS * (1 if exact else 2) if kept.top_k or kept.top_p < 1 else 4
+        return HISTOGRAM_BINS * (1 if exact else 2) if kept.top_k or kept.top_p < 1 else 4
 
-    @property
-    def part_bytes(self) -> int:
-        """The bytes of a part of a row, with its barriers."""
-        return 16 * (PART_VECTORS * self.team_threads + 1)
-
-    def shared_bytes(self, world_size: int) -> int:
+    def shared_bytes(self, kept: Filter, dtype: torch.dtype, world_size: int) -> int:
         """Returns the dynamic shared memory of a block."""
-        return self.teams * (4 * (3 * ROUND_PACKETS * (2 + world_size) + 68 + self.words) + self.parts * self.part_bytes)
+        return 4 * self.teams * (3 * ROUND_PACKETS * (2 + world_size) + 68 + self.words(kept, dtype))
 
     def defines(self, kept: Filter, dtype: torch.dtype, weight: torch.dtype | None, world_size: int) -> dict[str, str | int]:
         """Returns the kernel's macros; ``weight`` is the dtype of a gradient's weights."""
@@ -169,11 +143,9 @@ class Shape:
             "GRADIENT": int(weight is not None),
             "TEAMS": self.teams,
             "TEAM_THREADS": self.team_threads,
-            "TEAM_WORDS": self.words,
-            "PARTS": self.parts,
-            "PART_VECTORS": PART_VECTORS,
+            "TEAM_WORDS": self.words(kept, dtype),
             "CAPACITY": CANDIDATES,
-            "SHARED_BYTES": self.shared_bytes(world_size),
+            "SHARED_BYTES": self.shared_bytes(kept, dtype, world_size),
         }
         return defines if weight is None else {**defines, "WEIGHT": element_type(weight)}
 
@@ -181,14 +153,14 @@ class Shape:
 @per_group
 def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filter, weight: torch.dtype | None) -> BoundKernel:
     tokens, columns = shape
-    launch = Shape.of(group, tokens, kept, dtype, TEAMS if weight is None else GRADIENT_TEAMS)
+    launch = Shape.of(group, tokens, kept, dtype)
     bound = FILTERED_LOGITS.bind(
         group,
         grid=launch.grid,
         block=launch.teams * launch.team_threads,
         defines=launch.defines(kept, dtype, weight, group.world_size),
         sizes={"packets": launch.grid * launch.teams * ROUND_PACKETS},
-        shared_bytes=launch.shared_bytes(group.world_size),
+        shared_bytes=launch.shared_bytes(kept, dtype, group.world_size),
         resident=True,
         tokens=tokens,
         columns=columns,

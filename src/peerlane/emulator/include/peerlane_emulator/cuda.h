@@ -274,14 +274,3 @@ template <class A, class B>
 constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B>
 constexpr std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
-// By halves, as signed numbers.
-template <class Use>
-PEERLANE_INLINE unsigned peerlane_by_halves(const Use& use) {
-    return static_cast<unsigned short>(use(0)) | static_cast<unsigned>(static_cast<unsigned short>(use(16))) << 16;
-}
-PEERLANE_INLINE unsigned __vimax3_s16x2(unsigned a, unsigned b, unsigned c) {
-    return peerlane_by_halves([=](int at) { return max(max(short(a >> at), short(b >> at)), short(c >> at)); });
-}
-PEERLANE_INLINE unsigned __viaddmin_s16x2_relu(unsigned a, unsigned b, unsigned c) {
-    return peerlane_by_halves([=](int at) { return max(min(short((a >> at) + (b >> at)), short(c >> at)), short(0)); });
-}

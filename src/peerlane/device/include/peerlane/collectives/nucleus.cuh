@@ -1,11 +1,10 @@
 // The filter of a token's logits, of which every rank holds a shard: top-k keeps those no smaller than the k-th largest, and top-p of these the
 // fewest whose probabilities, from the largest down, reach p. A team of warps does a token; no logit crosses a link but the largest ones.
 //
-// Here: rows, their way to shared memory, rounds of packets, sums over what a threshold keeps, and top-k with short lists. nucleus_search.cuh finds any other filter.
+// Here: rows, rounds of packets, sums over what a threshold keeps, and top-k with short lists. nucleus_search.cuh finds any other filter.
 #pragma once
 
 #include <peerlane/rows.cuh>
-#include <peerlane/tiles/pipeline.cuh>
 
 namespace peerlane {
 
@@ -51,10 +50,10 @@ struct ShardRow {
     u32 columns;
     long long target;
 
-    // use(column, word) for some words of entries at a time, the team's threads taking turns; behind the row's end entries are -inf. Several
+    // use(column, value) for some words of entries at a time, the team's threads taking turns; behind the row's end entries are -inf. Several
     // loads of a thread are under way.
     template <u32 words = 4, class Team, class Use>
-    __device__ void each_words(const Team& team, const Use& use) const {
+    __device__ void each(const Team& team, const Use& use) const {
         constexpr int at_once = 4, entries = words * E::lanes;
         using Vector = VectorOf<words>;
         const u32 step = team.size() * entries;
@@ -68,127 +67,34 @@ struct ShardRow {
 #pragma unroll
                 for (int v = 0; v < at_once; ++v) {
                     if (first + v * step >= columns) break;
-                    use(first + v * step, vector[v].word);
+                    float value[entries];
+                    widen(vector[v].word, value);
+                    use(first + v * step, value);
                 }
             }
             return;
         }
         for (u32 column = team.thread() * entries; column < columns; column += step) {
             u32 word[words];
+            float value[entries];
             load_words(data, u64(column) * bytes, u64(columns) * bytes, word);
+            widen(word, value);
 #pragma unroll
-            for (u32 w = 0; w < words; ++w) {
-                float value[E::lanes];
-                E::widen(word[w], value);
-#pragma unroll
-                for (u32 e = 0; e < E::lanes; ++e) value[e] = column + w * E::lanes + e < columns ? value[e] : -infinity;
-                word[w] = E::narrow(value);
-            }
-            use(column, word);
-        }
-    }
-    // The same for use(column, value).
-    template <u32 words = 4, class Team, class Use>
-    __device__ void each(const Team& team, const Use& use) const {
-        each_words<words>(team, widened<words>(use));
-    }
-    template <u32 words, class Use>
-    __device__ static auto widened(const Use& use) {
-        return [&use](u32 column, const u32 (&word)[words]) {
-            float value[words * E::lanes];
-#pragma unroll
-            for (u32 w = 0; w < words; ++w) E::widen(word[w], value + w * E::lanes);
+            for (u32 e = 0; e < entries; ++e) value[e] = column + e < columns ? value[e] : -infinity;
             use(column, value);
-        };
+        }
     }
 
     __device__ float target_logit() const {
         return target < 0 || target >= columns ? -infinity : element_of<E>(data, static_cast<u64>(target));
     }
-};
-
-// ---- rows that come to shared memory ahead of their reading ---------------------------------------------------------------------------------
-
-// Parts of rows, a ring of each team; a thread reads `Vectors` of 16 bytes of each.
-template <int Parts, u32 Threads, u32 Vectors>
-struct RowParts {
-    static constexpr int parts = Parts;
-    static constexpr u32 vectors = Vectors, bytes = Vectors * sizeof(Vec16) * Threads;
-    struct alignas(sizeof(Vec16)) Part {
-        char data[bytes];
-    };
-    Part part[Parts];
-    Ring<Parts> ring;
-};
-
-// The rows of a team's tokens in their order, each to be read `passes` times. Bulk copies bring all parts but one of the ring while the team does
-// something else. Rows that do not begin at multiples of 16 bytes are read where they are.
-template <class E, class Parts>
-class RowStream {
-  public:
-    // Every `step`-th row from `first` on. The team meets.
-    __device__ RowStream(const Warps& team, Parts& memory, const char* logits, u32 columns, u32 first, u32 tokens, u32 step, u32 passes)
-        : producer_(memory.part, memory.ring), consumer_(memory.part, memory.ring), logits_(logits), columns_(columns),
-          row_bytes_(columns * ShardRow<E>::bytes), tokens_(tokens), step_(step), passes_(passes), read_{first, 0}, ahead_{first, 0} {
-        if (team.thread() == 0) memory.ring.init(1, team.count), ptx::mbarrier_init_fence();
-        team.sync();
-        for (int part = 1; part < Parts::parts; ++part) fetch(team);
-    }
-
-    // As ShardRow's, of the next row.
-    template <u32 words = 4, class Use>
-    __device__ void each_words(const Warps& team, const Use& use) {
-        constexpr u32 entry = ShardRow<E>::bytes, size = 4 * words, vectors = Parts::vectors * 4 / words;
-        if (in_parts()) {
-            for (u32 begin = 0; begin < row_bytes_; begin += Parts::bytes) {
-                const char* const part = consumer_.wait().data;
-                VectorOf<words> vector[vectors];
-#pragma unroll
-                for (u32 v = 0; v < vectors; ++v) {
-                    const u32 at = (v * team.size() + team.thread()) * size;
-                    if (begin + at < row_bytes_) vector[v] = *reinterpret_cast<const VectorOf<words>*>(part + at);
-                }
-#pragma unroll
-                for (u32 v = 0; v < vectors; ++v) {
-                    const u32 at = begin + (v * team.size() + team.thread()) * size;
-                    if (at < row_bytes_) use(at / entry, vector[v].word);
-                }
-                consumer_.release();
-                fetch(team);
-            }
-        } else {
-            ShardRow<E>{logits_ + u64(read_.token) * row_bytes_, columns_, -1}.template each_words<words>(team, use);
-        }
-        next(read_);
-    }
-    template <u32 words = 4, class Use>
-    __device__ void each(const Warps& team, const Use& use) {
-        each_words<words>(team, ShardRow<E>::template widened<words>(use));
-    }
 
   private:
-    struct Turn {
-        u32 token, pass;
-    };
-
-    __device__ bool in_parts() const { return aligned_for<Vec16>(logits_) && row_bytes_ % sizeof(Vec16) == 0; }
-    __device__ void next(Turn& turn) const {
-        if (++turn.pass == passes_) turn = {turn.token + step_, 0};
+    template <u32 words>
+    __device__ static void widen(const u32 (&word)[words], float (&value)[words * E::lanes]) {
+#pragma unroll
+        for (u32 w = 0; w < words; ++w) E::widen(word[w], value + w * E::lanes);
     }
-    // The next part, by the team's first warp. It waits for the others to have read the part before the last.
-    __device__ void fetch(const Warps& team) {
-        if (team.thread() >= warp_threads || !in_parts() || ahead_.token >= tokens_) return;
-        const u32 bytes = min(Parts::bytes, row_bytes_ - ahead_at_);
-        producer_.fill(bytes, [&](auto& part, u64* full) { ptx::bulk_load(part.data, logits_ + u64(ahead_.token) * row_bytes_ + ahead_at_, bytes, full); });
-        ahead_at_ += bytes;
-        if (ahead_at_ == row_bytes_) ahead_at_ = 0, next(ahead_);
-    }
-
-    CopyProducer<typename Parts::Part, Parts::parts> producer_;
-    Consumer<typename Parts::Part, Parts::parts> consumer_;
-    const char* logits_;
-    u32 columns_, row_bytes_, tokens_, step_, passes_, ahead_at_ = 0;
-    Turn read_, ahead_;
 };
 
 // ---- rounds: what the teams of one number on every rank tell each other ------------------------------------------------------------------
@@ -264,28 +170,28 @@ __device__ inline MassAt operator+(const MassAt& a, const MassAt& b) {
     return {maximum, a.mass * left + b.mass * right};
 }
 
-// Of the caller's entries, each with a share of a team's row, which is read once; NaN counts as large.
-template <class Team, class Row>
-__device__ inline MassAt masses_from(const Team& team, Row& row, float threshold) {
+// Of the caller's entries, each with a share of a team's row; NaN counts as large.
+template <class E, class Team>
+__device__ inline MassAt masses_from(const Team& team, const ShardRow<E>& shard, float threshold) {
     MassAt own{-infinity, 0.0f};
-    row.each(team, [&](u32, const auto& value) {
+    shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
         float largest = own.maximum;
 #pragma unroll
-        for (const float v : value) largest = fmaxf(largest, v);
+        for (u32 e = 0; e < ShardRow<E>::lanes; ++e) largest = fmaxf(largest, value[e]);
         if (largest > own.maximum) own = {largest, own.mass == 0.0f ? 0.0f : own.mass * fast_mass_of(own.maximum, largest)};
         const float base = largest > -infinity ? largest : 0.0f;
 #pragma unroll
-        for (const float v : value) own.mass += v < threshold ? 0.0f : fast_mass_of(v, base);
+        for (u32 e = 0; e < ShardRow<E>::lanes; ++e) own.mass += value[e] < threshold ? 0.0f : fast_mass_of(value[e], base);
     });
     return own;
 }
 
-// One pass, one round. `row` is the shard, or a stream of which it is next.
-template <class E, class Row, int W>
-__device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, float threshold) {
+// One pass, one round.
+template <class E, int W>
+__device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shard, float threshold) {
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
-    MassAt own = masses_from(team, row, threshold);
+    MassAt own = masses_from(team, shard, threshold);
     own = warp_reduce(own, [](const MassAt& a, const MassAt& b) { return a + b; });
     const u32 warp = team.thread() / warp_threads;
     if (Warp{}.thread() == 0) memory.of_warp[warp][0] = own.maximum, memory.of_warp[warp][1] = own.mass;
@@ -327,15 +233,15 @@ __device__ inline u32 reached_by(const u32 (&key)[count], u32 k, int lowest) {
 //
 // A row of m threads has at least k entries that are no smaller than the k-th largest of the threads' largest, and hardly more. So the second
 // look at the row is for a few vectors, of those threads alone.
-template <int team_threads, class E, class Row, int W>
-__device__ inline void find_largest(const Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, u32 k, float* candidates, u32 capacity) {
+template <int team_threads, class E, int W>
+__device__ inline void find_largest(const Rounds<W>& rounds, const ShardRow<E>& shard, u32 k, float* candidates, u32 capacity) {
     constexpr u32 lanes = ShardRow<E>::lanes;
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
     const u32 own = team.thread();
     float top = -infinity;
     bool has_nan = false;
-    row.each(team, [&](u32, const float (&value)[lanes]) {
+    shard.each(team, [&](u32, const float (&value)[lanes]) {
 #pragma unroll
         for (u32 e = 0; e < lanes; ++e) top = fmaxf(top, value[e]), has_nan |= value[e] != value[e];
     });
@@ -417,12 +323,12 @@ __device__ inline void find_largest(const Rounds<W>& rounds, const ShardRow<E>& 
 }
 
 // Of k <= longest_list, the same on all ranks.
-template <int team_threads, class E, class Row, int W>
+template <int team_threads, class E, int W>
 __device__ inline KeptLogits merge_largest(
-    Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, u32 owner, u32 k, float top_p, float* candidates, u32 capacity) {
+    Rounds<W>& rounds, const ShardRow<E>& shard, u32 owner, u32 k, float top_p, float* candidates, u32 capacity) {
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
-    find_largest<team_threads>(rounds, shard, row, k, candidates, capacity);
+    find_largest<team_threads>(rounds, shard, k, candidates, capacity);
     rounds.exchange(1 + (k + packet_words - 1) / packet_words);
     // Entry j of rank q: how many of all ranks' come before it, equal ones in the order of ranks.
     if (team.thread() == 0) memory.count = 0;

@@ -2,7 +2,7 @@
 // in which a sum reaches the goal is divided again, until it holds one number.
 //
 // The first bins are those of a window of bfloat16, a bin for each number. So a row of bfloat16 is read once; its probabilities are counts times
-// exp(number), and a pair of numbers takes few instructions, for none asks which of them is the largest. Rows of float32 are read once more for every further division, and bins hold masses in fixed point. Sums of integers do not
+// exp(number). Rows of float32 are read once more for every further division, and bins hold masses in fixed point. Sums of integers do not
 // depend on the order of atomics.
 #pragma once
 
@@ -13,10 +13,10 @@ namespace peerlane {
 // Numbers of a magnitude of 2^-17 and less share a bin; the window ends at 2^7. A window that is moved down or up begins with the largest logit:
 // that far, 32 nats are never more than so many bins.
 constexpr int smallest_magnitude = (127 - 17) << 7, window_top = ((127 + 7) << 7) - 1 - smallest_magnitude;
-constexpr u32 histogram_bins = 2 * window_top + 1, magnitudes = window_top + 1;
+constexpr u32 histogram_bins = 2 * window_top + 2;
 constexpr float window_depth = 32.0f;  // nats below the largest logit: what lies there has no weight
 constexpr u32 bins_of_group = 68, bin_groups = (histogram_bins + bins_of_group - 1) / bins_of_group;
-static_assert(packet_words + bin_groups <= round_words && bins_of_group <= round_words && bins_of_group % 4 == 0);
+static_assert(packet_words + bin_groups <= round_words && bins_of_group <= round_words && bins_of_group % 4 == 0 && histogram_bins % 4 == 0);
 
 // Keys [low, high], the numbers of `ordered`, from the largest down.
 struct KeyRange {
@@ -66,14 +66,11 @@ struct Bins {
     // What stands for the numbers of a bin: the number, or nearly zero.
     template <class E>
     __device__ float number_of(u32 bin) const {
-        if (!window || unused_bits<E> != 16) return from_ordered<E>(of_bin(bin).high);
-        const int rank = top - static_cast<int>(bin);
-        return rank == 0 ? 0.0f : __uint_as_float(static_cast<u32>((rank < 0 ? -rank : rank) + smallest_magnitude) << 16 | (rank < 0 ? 1u << 31 : 0u));
+        return window && top == static_cast<int>(bin) ? 0.0f : from_ordered<E>(of_bin(bin).high);
     }
 };
 
-// How much lies in each bin. Pairs of bfloat16 are counted by magnitude: first the positive numbers, then the negative ones, each from the
-// smallest up.
+// How much lies in each bin.
 template <class E, bool masses>
 class Histogram {
     static constexpr bool exact = !masses || unused_bits<E> == 16;  // a count says all
@@ -81,9 +78,8 @@ class Histogram {
     static constexpr u32 low_bits = 14;
 
   public:
-    static constexpr u32 words = (exact ? 1 : 2) * 2 * magnitudes;
-    __device__ Histogram(u32* memory, const Bins& bins, float limit, bool by_magnitude)
-        : memory_(memory), bins_(bins), limit_(limit), by_magnitude_(by_magnitude) {}
+    static constexpr u32 words = (exact ? 1 : 2) * histogram_bins;
+    __device__ Histogram(u32* memory, const Bins& bins, float limit) : memory_(memory), bins_(bins), limit_(limit) {}
 
     template <class Team>
     __device__ void clear(const Team& team) const {
@@ -104,9 +100,9 @@ class Histogram {
         }
     }
     // A row; `largest` and `has_nan` are of the caller's entries.
-    template <bool window, bool has_floor, class Team, class Row>
-    __device__ void add(const Team& team, Row& row, float floor, float& largest, bool& has_nan) const {
-        row.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
+    template <bool window, bool has_floor, class Team>
+    __device__ void add(const Team& team, const ShardRow<E>& shard, float floor, float& largest, bool& has_nan) const {
+        shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
 #pragma unroll
             for (u32 e = 0; e < ShardRow<E>::lanes; ++e) {
                 if (window) largest = fmaxf(largest, value[e]), has_nan |= value[e] != value[e];
@@ -114,42 +110,29 @@ class Histogram {
             }
         });
     }
-    // The same by magnitude. The last positive number stands for all above it too, and for NaN.
-    template <class Team, class Row>
-    __device__ void add_pairs(const Team& team, Row& row, bool& has_nan) const {
-        constexpr u32 both = 0x00010001, sign = 0x8000 * both;
-        u32 largest = 0;
-        row.each_words(team, [&](u32, const u32 (&word)[4]) {
-#pragma unroll
-            for (u32 w = 0; w < 4; ++w) {
-                const u32 magnitude = word[w] & ~sign;
-                if (w % 2 == 0) largest = __vimax3_s16x2(largest, magnitude, word[w + 1] & ~sign);
-                const u32 place = __viaddmin_s16x2_relu(magnitude, u32(0x10000 - smallest_magnitude) * both, window_top * both)
-                    + (word[w] >> 15 & both) * magnitudes;
-                atomicAdd_block(memory_ + (place & 0xffff), 1u);
-                atomicAdd_block(memory_ + (place >> 16), 1u);
-            }
-        });
-        has_nan |= (largest & 0xffff) > 0x7f80 || largest >> 16 > 0x7f80;
-    }
-    __device__ bool beyond_window() const { return by_magnitude_ && memory_[window_top] > 0; }
-
-    __device__ bool has(u32 bin) const { return counts() ? count(bin) > 0 : (memory_[2 * bin] | memory_[2 * bin + 1]) != 0; }
     // A count, or a mass relative to exp(maximum).
     __device__ float weight(u32 bin, float maximum) const {
-        return counts() ? weight_of(bin, count(bin), 0, maximum) : weight_of(bin, memory_[2 * bin], memory_[2 * bin + 1], maximum);
+        return counts() ? weight_of(bin, memory_[bin], 0, maximum) : weight_of(bin, memory_[2 * bin], memory_[2 * bin + 1], maximum);
+    }
+    // Of four bins, the first of which is a multiple of four.
+    __device__ float weight_of_four(u32 first, float maximum) const {
+        const Vec16* const vectors = reinterpret_cast<const Vec16*>(memory_);
+        const Vec16 lower = counts() ? vectors[first / 4] : vectors[first / 2], upper = counts() ? Vec16{} : vectors[first / 2 + 1];
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const Vec16& pair = i < 2 ? lower : upper;
+            sum += counts() ? weight_of(first + i, lower.word[i], 0, maximum) : weight_of(first + i, pair.word[i % 2 * 2], pair.word[i % 2 * 2 + 1], maximum);
+        }
+        return sum;
     }
 
   private:
     __device__ bool counts() const { return exact || (!bins_.window && bins_.shift == 0); }
-    __device__ u32 count(u32 bin) const {
-        if (!by_magnitude_) return memory_[bin];
-        return bin < window_top ? memory_[window_top - bin] : memory_[bin + 1] + (bin == window_top ? memory_[0] : 0u);
-    }
     __device__ float weight_of(u32 bin, u32 low, u32 high, float maximum) const {
         if ((low | high) == 0) return 0.0f;
         if (!masses) return float(low);
-        if (counts()) return float(low) * fast_mass_of(bins_.template number_of<E>(bin), maximum);
+        if (counts()) return float(low) * mass_of(bins_.template number_of<E>(bin), maximum);
         return (float(low) + float(1u << low_bits) * float(high)) * (1.0f / unit) * mass_of(base_of(bin), maximum);
     }
     // No number of the bin is larger, and none of the row is larger than `limit`.
@@ -158,7 +141,6 @@ class Histogram {
     u32* memory_;
     const Bins& bins_;
     float limit_;
-    bool by_magnitude_;
 };
 
 // Where a sum over numbers, in their order, first reaches a goal; else the last one that is not zero, or any if all are.
@@ -211,74 +193,63 @@ struct Cut {
 };
 
 // The largest logit for which at least a goal of counts or masses lies at it or above; `goal` is a count, or a part of all masses. With has_floor only
-// logits of at least `floor` take part. Ends with has_nan alone if there is a NaN. `row` is the shard, or a stream of which it is next.
-template <bool masses, bool has_floor, class E, class Row, int W>
-__device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, float goal, float floor, u32* bins_memory) {
-    constexpr bool in_pairs = unused_bits<E> == 16 && !has_floor;
+// logits of at least `floor` take part. Ends with has_nan alone if there is a NaN.
+template <bool masses, bool has_floor, class E, int W>
+__device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float goal, float floor, u32* bins_memory) {
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
-    u32* const said = reinterpret_cast<u32*>(memory.said);  // the largest logit in the order of numbers, the target's logit, whether there is a NaN
-    const u32 own = team.thread();
+    const u32 own = team.thread(), warp = own / warp_threads;
     Bins bins = Bins::window_from(window_top);
     Cut cut{infinity, -infinity, 0.0f, 0.0f, 0.0f, {0, ~0u}, false, false};
-    // memory.sums gets the ranks' numbers from memory.of_rank's `at` on, zero behind `count`, times factor(number).
-    const auto sum_ranks = [&](u32 count, u32 at, const auto& factor) {
+    // memory.sums gets the ranks' numbers from memory.of_rank's `at` on, zero behind `count`. Masses may be relative to each rank's own largest.
+    const auto sum_ranks = [&](u32 count, u32 at, bool one_base) {
         for (u32 i = own; i < round_words; i += team.size()) {
             float sum = 0.0f;
-            for (u32 q = 0; q < W && i < count; ++q) sum += memory.of_rank[q][at + i];
-            memory.sums[i] = sum > 0.0f ? sum * factor(i) : 0.0f;
+            for (u32 q = 0; q < W && i < count; ++q) {
+                sum += memory.of_rank[q][at + i] * (one_base || !masses ? 1.0f : mass_of(memory.of_rank[q][0], cut.maximum));
+            }
+            memory.sums[i] = sum;
         }
         team.sync();
     };
     for (bool first = true; true;) {
-        const Histogram<E, masses> histogram(bins_memory, bins, cut.maximum, in_pairs && first);
+        const Histogram<E, masses> histogram(bins_memory, bins, cut.maximum);
         histogram.clear(team);
-        if (own == 0 && first) said[0] = ordered(-infinity), memory.said[1] = shard.target_logit(), said[2] = 0;
         team.sync();
         float largest = -infinity;
         bool has_nan = false;
-        if (!first) {
-            if (bins.window) histogram.template add<true, has_floor>(team, shard, floor, largest, has_nan);
-            else histogram.template add<false, has_floor>(team, shard, floor, largest, has_nan);
-        } else if constexpr (in_pairs) {
-            histogram.add_pairs(team, row, has_nan);
-        } else {
-            histogram.template add<true, has_floor>(team, row, floor, largest, has_nan);
+        if (bins.window) histogram.template add<true, has_floor>(team, shard, floor, largest, has_nan);
+        else histogram.template add<false, has_floor>(team, shard, floor, largest, has_nan);
+        if (first) {
+            largest = warp_max(largest);
+            has_nan = __any_sync(0xffffffffu, has_nan);
+            if (Warp{}.thread() == 0) memory.of_warp[warp][0] = largest, memory.of_warp[warp][1] = has_nan ? 1.0f : 0.0f;
         }
         team.sync();
-        if (first && histogram.beyond_window()) {
-            shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
-                for (const float v : value) largest = fmaxf(largest, v);
-            });
+        float base = cut.maximum;
+        if (first) {
+            float any = 0.0f;
+            base = -infinity;
+            for (u32 w = 0; w < team.count; ++w) base = fmaxf(base, memory.of_warp[w][0]), any = fmaxf(any, memory.of_warp[w][1]);
+            if (own == 0) memory.said[0] = base, memory.said[1] = shard.target_logit(), memory.said[2] = any;
         }
-        // Until the largest logit of all is known, masses are relative to the largest number of each group.
-        const auto base_of = [&](u32 group) { return from_ordered<Float32>(bins.of_bin(group * bins_of_group).high); };
+        base = base > -infinity ? base : 0.0f;
         for (u32 i = own; i < round_up(4 * bin_groups); i += team.size()) {  // four lanes add up a group
-            const u32 group = i / 4;
-            const float base = first ? base_of(min(group, bin_groups - 1)) : cut.maximum > -infinity ? cut.maximum : 0.0f;
             float sum = 0.0f;
-            for (u32 j = i % 4; j < bins_of_group; j += 4) {
-                const u32 bin = group * bins_of_group + j;
-                if (bin >= histogram_bins || !histogram.has(bin)) continue;
-                sum += histogram.weight(bin, base);
-                if (in_pairs && first) largest = fmaxf(largest, bins.template number_of<E>(bin));
+            for (u32 four = i % 4; four < bins_of_group / 4; four += 4) {
+                const u32 bin = i / 4 * bins_of_group + 4 * four;
+                if (bin < histogram_bins) sum += histogram.weight_of_four(bin, base);
             }
             sum = warp_sum<4>(sum);
-            if (i % 4 == 0 && group < bin_groups) memory.said[packet_words + group] = sum;
-        }
-        if (first) {
-            const u32 key = __reduce_max_sync(0xffffffffu, ordered(largest));
-            has_nan = __any_sync(0xffffffffu, has_nan);
-            if (Warp{}.thread() == 0) atomicMax_block(said, key), atomicMax_block(said + 2, u32(has_nan));
+            if (i % 4 == 0 && i < 4 * bin_groups) memory.said[packet_words + i / 4] = sum;
         }
         for (u32 i = packet_words + bin_groups + own; i < round_words; i += team.size()) memory.said[i] = 0.0f;
         rounds.exchange(round_packets);
         if (first) {
             cut.maximum = -infinity;
             for (u32 q = 0; q < W; ++q) {
-                cut.maximum = fmaxf(cut.maximum, from_ordered<E>(__float_as_uint(memory.of_rank[q][0])));
-                cut.target = fmaxf(cut.target, memory.of_rank[q][1]);
-                cut.has_nan |= __float_as_uint(memory.of_rank[q][2]) != 0;
+                cut.maximum = fmaxf(cut.maximum, memory.of_rank[q][0]), cut.target = fmaxf(cut.target, memory.of_rank[q][1]);
+                cut.has_nan |= memory.of_rank[q][2] > 0.0f;
             }
             if (cut.has_nan) return cut;
         }
@@ -288,10 +259,7 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, Row& r
             first = false;
             continue;
         }
-        sum_ranks(bin_groups, packet_words, [&](u32 group) {
-            if (!masses || !first) return 1.0f;
-            return cut.maximum > -infinity ? mass_of(base_of(group), cut.maximum) : 0.0f;
-        });
+        sum_ranks(bin_groups, packet_words, !first);
         if (bins.window) {
             for (u32 i = Warp{}.thread(); i < round_words; i += warp_threads) cut.total += memory.sums[i];
             cut.total = warp_sum(cut.total);
@@ -303,7 +271,7 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, Row& r
             memory.said[i] = i < bins_of_group && bin < histogram_bins ? histogram.weight(bin, cut.maximum > -infinity ? cut.maximum : 0.0f) : 0.0f;
         }
         rounds.exchange((bins_of_group + packet_words - 1) / packet_words);
-        sum_ranks(bins_of_group, 0, [](u32) { return 1.0f; });
+        sum_ranks(bins_of_group, 0, true);
         const Place place = first_reaching(memory.sums, goal - cut.before - group.before);
         const u32 bin = group.index * bins_of_group + place.index;
         cut.before += group.before + place.before, cut.here = place.here, cut.range = bins.of_bin(bin);
@@ -314,13 +282,16 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, Row& r
     }
 }
 
-// Of the logits of at least `floor`.
-template <bool has_top_p, bool has_floor, class E, class Row, int W>
-__device__ inline KeptLogits kept_from(Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, float floor, float top_p, u32* bins_memory) {
-    if constexpr (!has_top_p) {
-        return sum_kept(rounds, shard, row, floor);
-    } else {
-        const Cut cut = search<true, has_floor>(rounds, shard, row, top_p, floor, bins_memory);
+// Rounds: one, and up to nine for each filter.
+template <bool has_top_k, bool has_top_p, class E, int W>
+__device__ inline KeptLogits search_kept(Rounds<W>& rounds, const ShardRow<E>& shard, u32 top_k, float top_p, u32* bins_memory) {
+    float floor = -infinity;
+    if constexpr (has_top_k) {
+        const Cut cut = search<false, false>(rounds, shard, float(top_k), floor, bins_memory);
+        if (!cut.has_nan) floor = from_ordered<E>(cut.range.high);
+    }
+    if constexpr (has_top_p) {
+        const Cut cut = search<true, has_top_k>(rounds, shard, top_p, floor, bins_memory);
         KeptLogits kept{cut.maximum, floor, cut.has_nan ? not_a_number : cut.total, cut.target};
         if (cut.has_nan || cut.whole) return kept;
         // Of the logits that equal the cut, as many as it takes.
@@ -328,19 +299,8 @@ __device__ inline KeptLogits kept_from(Rounds<W>& rounds, const ShardRow<E>& sha
         const float tie = mass_of(kept.threshold, cut.maximum), goal = fmaxf(top_p * cut.total, 1e-30f);
         kept.mass = cut.before + (tie > 0.0f ? fminf(tie * fmaxf(ceilf((goal - cut.before) / tie), 1.0f), cut.here) : cut.here);
         return kept;
-    }
-}
-
-// Rounds: one, and up to nine for each filter. `row`: of a stream, which is read once.
-template <bool has_top_k, bool has_top_p, class E, class Row, int W>
-__device__ inline KeptLogits search_kept(Rounds<W>& rounds, const ShardRow<E>& shard, Row& row, u32 top_k, float top_p, u32* bins_memory) {
-    float floor = -infinity;
-    if constexpr (has_top_k) {
-        const Cut cut = search<false, false>(rounds, shard, row, float(top_k), floor, bins_memory);
-        if (!cut.has_nan) floor = from_ordered<E>(cut.range.high);
-        return kept_from<has_top_p, true>(rounds, shard, shard, floor, top_p, bins_memory);
     } else {
-        return kept_from<has_top_p, false>(rounds, shard, row, floor, top_p, bins_memory);
+        return sum_kept(rounds, shard, floor);
     }
 }
 
