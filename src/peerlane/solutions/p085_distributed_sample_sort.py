@@ -26,7 +26,6 @@ from peerlane.device import (
     per_group,
 )
 from peerlane.device.collectives.counts import share_counts
-from peerlane.device.host.declare import MAX_EPOCH_BLOCKS
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
 
@@ -251,22 +250,17 @@ MERGE = (
     + r"""
 constexpr u32 cuts_at_once = 64, in_flight = 8;
 
-// at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. What is left
-// of two runs is cut in `ways` parts at a time. More runs go from coarse steps to fine ones: of every step-th key the first are taken; half
-// the step leaves one more to take, few to exchange.
-template <u32 ways, class Index, class Run>
+// at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. Two runs are
+// bisected. More go from coarse steps to fine ones: of every step-th key the first are taken; half the step leaves one more to take, few
+// to exchange.
+template <class Index, class Run>
 __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted, const Run& run, Index (&at)[WORLD_SIZE]) {
     if constexpr (WORLD_SIZE == 2) {
         Index low = wanted > count[1] ? wanted - count[1] : 0, high = min(wanted, count[0]);
         while (low < high) {
-            Index begin = low, end = high;
-#pragma unroll
-            for (u32 k = 1; k < ways; ++k) {  // all are read at a time
-                const Index place = low + (high - low) * k / ways;
-                if (run(0, place) <= run(1, wanted - 1 - place)) begin = place + 1;
-                else end = min(end, place);
-            }
-            low = begin, high = end;
+            const Index middle = low + (high - low) / 2;
+            if (run(0, middle) <= run(1, wanted - 1 - middle)) low = middle + 1;
+            else high = middle;
         }
         at[0] = low, at[1] = wanted - low;
         return;
@@ -307,7 +301,7 @@ __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted
 }
 
 // Part `args.part` of all ranks' keys, in order; a block takes tiles that follow each other.
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     merge_shards(const __grid_constant__ Arena arena, const __grid_constant__ MergeShards args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);
@@ -323,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
             u64 of_shard[WORLD_SIZE], at[WORLD_SIZE];
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) of_shard[q] = args.counts[q];
-            split_runs<4>(of_shard, args.first + min((begin + t) * tile_keys, args.count), [&](int q, u64 i) { return shard(q)[i]; }, at);
+            split_runs(of_shard, args.first + min((begin + t) * tile_keys, args.count), [&](int q, u64 i) { return shard(q)[i]; }, at);
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) cuts[t][q] = at[q];
         }
@@ -356,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
                 }
             }
             __syncthreads();
-            split_runs<2>(count, min(threadIdx.x * ITEMS, total), [&](int q, u32 i) { return tile[from[q] + i]; }, at);
+            split_runs(count, min(threadIdx.x * ITEMS, total), [&](int q, u32 i) { return tile[from[q] + i]; }, at);
             KEY head[WORLD_SIZE], merged[ITEMS];
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) at[q] += from[q], head[q] = at[q] < from[q] + count[q] ? tile[at[q]] : no_key;
@@ -401,8 +395,7 @@ MERGE_SHARDS = DeclaredKernel(
 BINS, WORDS = 256, {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST = (1 << 30) - 1
 """Keys of a shard: what a tile says of a bin has two more bits."""
-MERGE_THREADS = 256
-"""Of a block that merges: four are on an SM, so that some fetch keys while others merge theirs."""
+MOST_BLOCKS = 256
 LOOKS = 8
 """Tiles that a look back reads at once. In one trip to L2, an H200 begins about twenty more tiles."""
 
@@ -413,19 +406,17 @@ class Sorter:
     def __init__(self, group: Group, capacity: int, dtype: torch.dtype) -> None:
         self.bytes = dtype.itemsize
         infinite, not_a_number = torch.tensor([float("inf"), float("nan")], dtype=dtype).view(WORDS[self.bytes]).tolist()
-        threads, merging = min(512, group.max_threads), min(MERGE_THREADS, group.max_threads)
-        blocks = min(MAX_EPOCH_BLOCKS, 1024 // MERGE_THREADS * group.sm_count)
-        defines = {"KEY": f"u{8 * self.bytes}", "INFINITE": infinite, "NOT_A_NUMBER": not_a_number}
+        threads, blocks = min(512, group.max_threads), min(MOST_BLOCKS, 2 * group.sm_count)
+        defines = {"KEY": f"u{8 * self.bytes}", "THREADS": threads, "INFINITE": infinite, "NOT_A_NUMBER": not_a_number}
         items, merged_items = 32 // max(2, self.bytes // 2), 128 // max(4, self.bytes)
         self.tile = threads * items
-        of_digits = {**defines, "THREADS": threads, "ITEMS": items}
-        self.count = COUNT_DIGITS.bind(group, grid=2 * group.sm_count, block=threads, defines=of_digits)
+        self.count = COUNT_DIGITS.bind(group, grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items})
         self.merge: BoundKernel = MERGE_SHARDS.bind(
-            group, grid=blocks, block=merging, defines={**defines, "THREADS": merging, "ITEMS": merged_items}, resident=True,
-            shared_bytes=merging * (merged_items + 1) * self.bytes, sizes={"flags": blocks, "sorted": capacity * self.bytes},
+            group, grid=blocks, block=threads, defines={**defines, "ITEMS": merged_items}, resident=True,
+            shared_bytes=threads * (merged_items + 1) * self.bytes, sizes={"flags": blocks, "sorted": capacity * self.bytes},
         )  # fmt: skip
         self.sort = SORT_DIGIT.inside(group, self.merge.arena).bind(
-            grid=2 * group.sm_count, block=threads, defines={**of_digits, "LOOKS": LOOKS},
+            grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items, "LOOKS": LOOKS},
             shared_bytes=self.tile * self.bytes + threads // 32 * BINS * 2 + 3 * BINS * 4 + 8,
         )  # fmt: skip
 
