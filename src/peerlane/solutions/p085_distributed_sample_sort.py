@@ -38,35 +38,29 @@ constexpr KEY sign = KEY(KEY(1) << (8 * sizeof(KEY) - 1)), no_key = KEY(~KEY(0))
 
 // Bits of a float as an integer in the order of the floats: NaN last, and one zero.
 __device__ inline KEY ordered(KEY bits) {
-    const KEY size = bits & KEY(~sign), flipped = KEY(0 - (bits >> (8 * sizeof(KEY) - 1))) | sign;
-    const KEY key = size > KEY(INFINITE) ? KEY(KEY(NOT_A_NUMBER) | sign) : KEY(bits ^ flipped);
-    return size == 0 ? sign : key;
+    const KEY size = bits & KEY(~sign);
+    if (size > KEY(INFINITE)) return KEY(NOT_A_NUMBER) | sign;
+    return size != 0 && bits & sign ? KEY(~bits) : KEY(size | sign);
 }
 __device__ inline KEY restored(KEY key) { return key & sign ? KEY(key ^ sign) : KEY(~key); }
 
 // A warp's keys of a tile, a stretch in order: of item i those of all lanes. Behind the last key of all there is `no_key`.
-struct Stretch {
-    u64 first;
-    u32 begin, keys;  // of the thread's first key in the tile, of the tile
-    __device__ Stretch(u64 tile, u64 count)
-        : first(tile * tile_keys),
-          begin(threadIdx.x / warp_threads * ITEMS * warp_threads + Warp{}.thread()),
-          keys(first < count ? static_cast<u32>(min(count - first, u64(tile_keys))) : 0) {}
-    __device__ void load(const KEY* from, KEY (&key)[ITEMS]) const {
-        from += first + begin;
-        if (keys == tile_keys) {
+__device__ inline void load_tile(const KEY* keys, u64 first, u64 count, bool floats, KEY (&key)[ITEMS]) {
+    const u64 begin = first + threadIdx.x / warp_threads * ITEMS * warp_threads + Warp{}.thread();
+    if (first + tile_keys <= count) {
 #pragma unroll
-            for (u32 i = 0; i < ITEMS; ++i) key[i] = from[i * warp_threads];
-            return;
-        }
+        for (u32 i = 0; i < ITEMS; ++i) key[i] = keys[begin + i * warp_threads];
+        if (!floats) return;
 #pragma unroll
-        for (u32 i = 0; i < ITEMS; ++i) key[i] = begin + i * warp_threads < keys ? from[i * warp_threads] : no_key;
+        for (u32 i = 0; i < ITEMS; ++i) key[i] = ordered(key[i]);
+        return;
     }
-    __device__ void order(KEY (&key)[ITEMS]) const {
 #pragma unroll
-        for (u32 i = 0; i < ITEMS; ++i) key[i] = begin + i * warp_threads < keys ? ordered(key[i]) : no_key;
+    for (u32 i = 0; i < ITEMS; ++i) {
+        const u64 at = begin + i * warp_threads;
+        key[i] = at >= count ? no_key : floats ? ordered(keys[at]) : keys[at];
     }
-};
+}
 """
 COUNT = (
     KEYS
@@ -77,11 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_digits(const __grid_
     __shared__ u32 found[digits * bins * copies];
     for (u32 i = threadIdx.x; i < digits * bins * copies; i += THREADS) found[i] = 0;
     __syncthreads();
-    for (u64 tile = blockIdx.x; tile * tile_keys < args.count; tile += gridDim.x) {
-        const Stretch stretch(tile, args.count);
+    for (u64 first = u64(blockIdx.x) * tile_keys; first < args.count; first += u64(gridDim.x) * tile_keys) {
         KEY key[ITEMS];
-        stretch.load(args.keys, key);
-        stretch.order(key);
+        load_tile(args.keys, first, args.count, true, key);
 #pragma unroll
         for (u32 i = 0; i < ITEMS; ++i) {
 #pragma unroll
@@ -105,7 +97,7 @@ SORT = (
     KEYS
     + r"""
 // What a tile says of a bin: the keys of its own, or those of all tiles up to it; zero: nothing yet.
-constexpr u32 of_tile = 1u << 30, of_all = 1u << 31, most_keys = of_tile - 1;
+constexpr u32 of_tile = 1u << 30, of_all = 1u << 31, most_keys = of_tile - 1, looks = 4;
 
 struct Shared {
     KEY key[tile_keys];
@@ -137,13 +129,13 @@ __device__ inline void scan(u32 (&count)[bins]) {
 __device__ inline bool look_back(const Arena& arena, const u32* states, u32 tile, u32& sum) {
     Deadline deadline;
     while (tile > 0) {
-        u32 state[LOOKS];
+        u32 state[looks];
 #pragma unroll
-        for (u32 k = 0; k < LOOKS; ++k) state[k] = k < tile ? ptx::load_relaxed_gpu(states + u64(tile - 1 - k) * bins) : of_all;
+        for (u32 k = 0; k < looks; ++k) state[k] = k < tile ? ptx::load_relaxed_gpu(states + u64(tile - 1 - k) * bins) : of_all;
         if (state[0] == 0 && deadline.ends(arena, Awaited{whole_block, arena.rank, tile, of_tile}, 0)) return false;
         bool goes_on = true;
 #pragma unroll
-        for (u32 k = 0; k < LOOKS; ++k) {
+        for (u32 k = 0; k < looks; ++k) {
             goes_on = goes_on && state[k] != 0;
             if (!goes_on) continue;
             sum += state[k] & most_keys;
@@ -154,33 +146,32 @@ __device__ inline bool look_back(const Arena& arena, const u32* states, u32 tile
     return true;
 }
 
-// A stable pass over one digit. Tiles are taken in order, so those before a tile are at work, and wait for nobody behind them. A block
-// takes its next tile while it ranks one, and loads it before it looks back.
+// A stable pass over one digit. Tiles are taken in order, so those before a tile are at work, and wait for nobody behind them.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sort_digit(const __grid_constant__ Arena arena, const __grid_constant__ SortDigit args) {
     if (!block_arrived(arena)) return;  // keys of a pass that has ended early are not those that were counted
     Shared& shared = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
     const u32 warp = threadIdx.x / warp_threads, shift = 8 * args.digit;
     auto& of_warp = shared.of_warp[warp];
-    if (threadIdx.x == 0) shared.ended = 0, shared.tile = ptx::add_relaxed_gpu(args.taken, 1);
-    __syncthreads();
-    u32 tile = shared.tile;
-    KEY key[ITEMS];
-    Stretch(tile, args.count).load(args.keys, key);
-    while (u64(tile) * tile_keys < args.count) {
-        const Stretch stretch(tile, args.count);
-        u32 next = 0;
-        if (warp == 0 && Warp{}.thread() == 0) next = ptx::add_relaxed_gpu(args.taken, 1);
+    u32 next = 0;
+    if (threadIdx.x == 0) shared.ended = 0, next = ptx::add_relaxed_gpu(args.taken, 1);
+    while (true) {
+        __syncthreads();
+        if (threadIdx.x == 0) shared.tile = next;
         for (u32 bin = Warp{}.thread(); bin < bins; bin += warp_threads) of_warp[bin] = 0;
-        __syncwarp();
-        if (args.digit == 0) stretch.order(key);
+        __syncthreads();
+        const u32 tile = shared.tile;
+        const u64 first = u64(tile) * tile_keys;
+        if (first >= args.count || shared.ended) return;
+        KEY key[ITEMS];
         u16 rank[ITEMS];
+        load_tile(args.keys, first, args.count, args.digit == 0, key);
 #pragma unroll
         for (u32 i = 0; i < ITEMS; ++i) {
             const u32 digit = u32(key[i] >> shift) % bins;
             u32 same = full_warp;
 #pragma unroll
-            for (u32 bit = 1; bit < bins; bit *= 4) same = ptx::lanes_alike(same, digit, bit);
+            for (u32 bit = 1; bit < bins; bit *= 2) same = ptx::lanes_alike(same, digit, bit);
             const u32 lower = __popc(same & ((1u << Warp{}.thread()) - 1)), found = of_warp[digit];
             __syncwarp();
             if (lower == 0) of_warp[digit] = static_cast<u16>(found + __popc(same));
@@ -201,7 +192,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (warp == 0) {
             scan(shared.first);
             if (tile == 0) scan(shared.before);
-            if (Warp{}.thread() == 0) shared.tile = next;
         }
         __syncthreads();
         for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) {
@@ -215,8 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         __syncthreads();
 #pragma unroll
         for (u32 i = 0; i < ITEMS; ++i) shared.key[of_warp[u32(key[i] >> shift) % bins] + rank[i]] = key[i];
-        const u32 following = shared.tile;
-        Stretch(following, args.count).load(args.keys, key);
         for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) {
             u32 before = shared.before[bin];
             if (look_back(arena, args.states + bin, tile, before)) {
@@ -228,14 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         __syncthreads();
         if (shared.ended) return;
+        if (threadIdx.x == 0) next = ptx::add_relaxed_gpu(args.taken, 1);
+        const u32 count = static_cast<u32>(min(args.count - first, u64(tile_keys)));
 #pragma unroll
         for (u32 i = 0; i < ITEMS; ++i) {
             const u32 at = i * THREADS + threadIdx.x;
             const KEY own = shared.key[at];
             KEY* const to = args.sorted + (shared.place[u32(own >> shift) % bins] + at);
-            if (at < stretch.keys) *to = own;
+            if (at < count) *to = own;
         }
-        tile = following;
     }
 }
 """
@@ -396,8 +385,6 @@ BINS, WORDS = 256, {2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST = (1 << 30) - 1
 """Keys of a shard: what a tile says of a bin has two more bits."""
 MOST_BLOCKS = 256
-LOOKS = 8
-"""Tiles that a look back reads at once. In one trip to L2, an H200 begins about twenty more tiles."""
 
 
 class Sorter:
@@ -416,7 +403,7 @@ class Sorter:
             shared_bytes=threads * (merged_items + 1) * self.bytes, sizes={"flags": blocks, "sorted": capacity * self.bytes},
         )  # fmt: skip
         self.sort = SORT_DIGIT.inside(group, self.merge.arena).bind(
-            grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items, "LOOKS": LOOKS},
+            grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items},
             shared_bytes=self.tile * self.bytes + threads // 32 * BINS * 2 + 3 * BINS * 4 + 8,
         )  # fmt: skip
 

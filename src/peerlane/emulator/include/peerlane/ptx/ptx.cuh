@@ -24,11 +24,8 @@ PEERLANE_INLINE void sleep(u32) { emulator::peerlane_pause(); }
 PEERLANE_INLINE bool elect_one() { return emulator::lane() == 0; }
 PEERLANE_INLINE u32 uniform(u32 value) { return value; }
 PEERLANE_INLINE u32 lanes_alike(u32 among, u32 value, u32 bit) {
-    for (u32 one = bit; one <= 2 * bit; one *= 2) {
-        const u32 lanes = __ballot_sync(0xffffffffu, value & one);
-        among &= value & one ? lanes : ~lanes;
-    }
-    return among;
+    const u32 lanes = __ballot_sync(0xffffffffu, value & bit);
+    return among & (value & bit ? lanes : ~lanes);
 }
 PEERLANE_INLINE void barrier_sync(u32 number, u32 threads) { emulator::peerlane_barrier(number, threads, true); }
 PEERLANE_INLINE void barrier_arrive(u32 number, u32 threads) { emulator::peerlane_barrier(number, threads, false); }
