@@ -93,6 +93,5 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 
 def test_pieces_fill_the_sms_and_are_equal() -> None:
     assert CHOOSES(HeadShape(1, 8192, 32, 32, 128, 128, BF16), 2, 132) == 8
-    assert CHOOSES(HeadShape(1, 2048, 32, 32, 128, 128, BF16), 2, 132) == 4
     assert CHOOSES(HeadShape(1, 8, 32, 32, 128, 128, BF16), 2, 132) == 1
     assert CHOOSES(HeadShape(1, 8192, 12, 6, 128, 128, BF16), 2, 132) == 1

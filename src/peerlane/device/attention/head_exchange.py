@@ -142,11 +142,11 @@ class HeadExchange:
         numbers = self._part("numbers", (shape.pieces, *shape.numbers(group.world_size)), torch.float32)
         tokens = group.world_size * shape.length
         numbers[:, 0, ..., tokens:], numbers[:, 1, ..., tokens:] = math.inf, 0  # nothing is sent to behind the last query
-        claims = torch.zeros((2, 32), dtype=torch.int32, device=group.device)
+        claims = torch.zeros(1, dtype=torch.int32, device=group.device)
         self._pieces = [
             {name: self._part(name, (shape.pieces, *shape.piece(name, group.world_size)))[piece] for name in ("dout", "q", "k", "v")}
             | {f"d{name}": claims.new_empty(shape.piece(name, group.world_size), dtype=shape.dtype) for name in ("q", "k", "v")}
-            | {"numbers": numbers[piece], "claims": claims[0, :1], "key_claims": claims[1, :1]}
+            | {"numbers": numbers[piece], "claims": claims}
             for piece in range(shape.pieces)
         ]
         dq, dk, dv = (self._part(f"d{name}", shape.shard(name)) for name in ("q", "k", "v"))

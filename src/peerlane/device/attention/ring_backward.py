@@ -22,9 +22,8 @@ from peerlane.errors import UsageError
 
 _SCORES_AT_ONCE = 1 << 28
 _MEAN = Reduction("avg")
-_TILE, _FILLS, _TWO_AT_ONCE = 128, 0.75, True
-"""Rows of a large tile of the kernels; how many tiles of a piece there should be for each SM; whether gradients of keys are computed beside
-those of queries (else twice as many tiles fill the SMs)."""
+_TILE, _FILLS = 128, 1.5
+"""Rows of a large tile of the kernels; how many tiles of a piece there should be for each SM."""
 
 
 def attend_over_ranks_backward(
@@ -102,17 +101,14 @@ def pieces(shape: HeadShape, world_size: int, sm_count: int) -> int:
 
 
 def _by_heads(ring: Group, own: Known, replicas: Communicator | None) -> Gradients:
-    """Each rank computes its heads of the whole sequence. All pieces are sent at once; each is computed while others travel.
-
-    Gradients of keys are computed beside those of queries: the last tiles of a kernel leave SMs free for the first ones of another."""
+    """Each rank computes its heads of the whole sequence. All pieces are sent at once; each is computed while others travel."""
     sent = {name: aligned(getattr(own, name)) for name in ("dout", "q", "k", "v")} | {"numbers": own.numbers}
     q, k, v = own.q, own.k, own.v
     shape = HeadShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
     shape = replace(shape, pieces=pieces(shape, ring.world_size, ring.sm_count))
-    exchange, side, beside = head_exchange(ring, shape), side_stream(ring, q.is_cuda), side_stream(ring, q.is_cuda and _TWO_AT_ONCE, True)
+    exchange, side = head_exchange(ring, shape), side_stream(ring, q.is_cuda)
     arrivals = []
     side.follow()
-    beside.follow()
     with side():
         for piece in range(shape.pieces):
             exchange.send(piece, sent)
@@ -124,13 +120,10 @@ def _by_heads(ring: Group, own: Known, replicas: Communicator | None) -> Gradien
         sizes = Sizes.of(known["q"], known["k"], own.causal, 0)
         # By two kernels: tiles of the fused one wait for each other, which costs more than it saves beside exchanges that hold SMs.
         (dq,) = gradients(ring, known, sizes, own.scale, of_keys=False)
-        with beside():
-            arrival()
-            dk, dv = gradients(ring, {**known, "claims": known["key_claims"]}, sizes, own.scale, of_keys=True)
+        dk, dv = gradients(ring, known, sizes, own.scale, of_keys=True)
         kept.append((dq, dk, dv))
         side.follow()
         with side():
-            beside.behind()()
             exchange.bring(piece, _average(replicas, kept[-1]))
     side.behind()()
     return exchange.results

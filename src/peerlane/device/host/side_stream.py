@@ -9,10 +9,10 @@ from peerlane.device.host.group import Group, per_group
 
 
 class Side:
-    """A stream, of high priority unless it computes; on a CPU there is one order alone."""
+    """A stream of high priority; on a CPU there is one order alone."""
 
-    def __init__(self, cuda: bool, computes: bool = False) -> None:
-        self.stream = torch.cuda.Stream(priority=0 if computes else -1) if cuda else None  # type: ignore[no-untyped-call, unused-ignore]
+    def __init__(self, cuda: bool) -> None:
+        self.stream = torch.cuda.Stream(priority=-1) if cuda else None  # type: ignore[no-untyped-call, unused-ignore]
 
     def __call__(self) -> AbstractContextManager[object]:
         """Makes it the current stream for a while."""
@@ -29,5 +29,5 @@ class Side:
 
 
 @per_group
-def side_stream(group: Group, cuda: bool, computes: bool = False) -> Side:
-    return Side(cuda, computes)
+def side_stream(group: Group, cuda: bool) -> Side:
+    return Side(cuda)
