@@ -124,7 +124,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         totals.send_everywhere(0, {static_cast<u32>(bits), static_cast<u32>(bits >> 32), args.rows});
     }
     for (u32 q = threadIdx.x; q < WORLD_SIZE; q += blockDim.x) of_rank[q] = totals.receive_from(q, 0);
-    peers.wait_all(2 * gridDim.x, epoch);  // all ranks' callers have read the weights of the launch before
     const bool arrived = block_arrived(arena);
     double total = 0.0;
     u32 rows = 0, before = 0;
@@ -132,12 +131,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         total += __builtin_bit_cast(double, of_rank[q].low | u64(of_rank[q].high) << 32);
         rows += of_rank[q].rows, before += q < arena.rank ? of_rank[q].rows : 0;
     }
-    if (arrived && blockIdx.x == 0 && threadIdx.x == 0) {
+    if (blockIdx.x == 0) {
+        peers.wait_all(2 * gridDim.x, epoch);
         const u32* sizes = reinterpret_cast<const u32*>(arena.local(args.sizes));
-        for (u32 q = 0; q < WORLD_SIZE; ++q) {
-            for (u32 k = 0; k <= sizes[q * SIZES]; ++k) args.host[1 + q * SIZES + k] = sizes[q * SIZES + k];
+        if (threadIdx.x == 0 && all_arrived(arena)) {
+            for (u32 q = 0; q < WORLD_SIZE; ++q) {
+                for (u32 k = 0; k <= sizes[q * SIZES]; ++k) args.host[1 + q * SIZES + k] = sizes[q * SIZES + k];
+            }
+            tell_host(args.host, args.stamp);
         }
-        tell_host(args.host, args.stamp);
     }
     if (arrived && rows <= args.capacity) {
         const double step = *args.error / total, inverse = 1.0 / args.forget;
