@@ -29,8 +29,7 @@ SOURCE = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr u32 vector_pixels = row_lanes * warp_threads, segment_vectors = 8, segment_pixels = segment_vectors * vector_pixels;
-constexpr u32 at_once = 8, out_vectors = 4;  // vectors of a thread on their way
+constexpr u32 vector_pixels = row_lanes * warp_threads, segment_pixels = 8 * vector_pixels;
 constexpr int mask_bytes = 4 / MASK::lanes, score_bytes = 4 / SCORE::lanes;
 
 // A warp takes segments of its rank's masks: the pixels to the other ranks, their bits and the number of those set to all.
@@ -38,25 +37,22 @@ __device__ void send_masks(const Arena& arena, const MaskSuppression& args, u32 
     const u64 half = (epoch & 1) * args.objects, masks = args.masks + half * args.mask_stride, bits = args.bits + half * args.bit_stride;
     each_row(count * args.segments, [&](u32 item) {
         const u32 object = item / args.segments, segment = item % args.segments;
-        u32 area = 0, word[segment_vectors][row_lanes / MASK::lanes];
-        const auto pixel_of = [&](u32 k) { return segment * segment_pixels + k * vector_pixels + Warp{}.thread() * row_lanes; };
-        const auto place = [&](int k, u32& row, u32& column) { row = object, column = pixel_of(k); };
-        load_words_together<MASK>(args.local_masks, args.pixels, place, word);
-#pragma unroll
-        for (u32 k = 0; k < segment_vectors; ++k) {
-            const u32 pixel = pixel_of(k);
+        const RowOf<MASK> row(args.local_masks, object, args.pixels);
+        u32 area = 0;
+        for (u32 k = 0; k < segment_pixels / vector_pixels; ++k) {
+            const u32 pixel = segment * segment_pixels + k * vector_pixels + Warp{}.thread() * row_lanes;
             float value[row_lanes];
-            widen_words<MASK>(word[k], value);
+            row.load(pixel, value);
             u32 set = 0;
             for (int e = 0; e < row_lanes; ++e) set |= u32(value[e] > 0.0f) << e;
             area += __popc(set);
-            const u32 bits_of_four = warp_reduce<4>(set << threadIdx.x % 4 * 8, [](u32 a, u32 b) { return a | b; });
+            const u32 word = warp_reduce<4>(set << threadIdx.x % 4 * 8, [](u32 a, u32 b) { return a | b; });
             for (int q = 0; q < WORLD_SIZE; ++q) {
                 const int to = rank_after<WORLD_SIZE>(arena.rank, q);
                 char* mask = arena.peer(to, masks + (first + object) * args.mask_stride);
                 u32* bit_words = reinterpret_cast<u32*>(arena.peer(to, bits + (first + object) * args.bit_stride));
-                if (q > 0 && pixel < args.pixels) store_words(mask, u64(pixel) * mask_bytes, u64(args.pixels) * mask_bytes, word[k]);
-                if (threadIdx.x % 4 == 0) bit_words[pixel / 32] = bits_of_four;
+                if (q > 0 && pixel < args.pixels) RowOf<MASK>(mask, 0, args.pixels).store(pixel, value);
+                if (threadIdx.x % 4 == 0) bit_words[pixel / 32] = word;
             }
         }
         area = warp_sum(area);
@@ -67,48 +63,31 @@ __device__ void send_masks(const Arena& arena, const MaskSuppression& args, u32 
     });
 }
 
-// Whether object i overlaps one that it loses to, in every thread of the block: warps take its rivals in turn.
+// Whether object i overlaps one that it loses to, in every thread of the block: a warp takes every so manieth other object.
 __device__ bool loses(const Arena& arena, const MaskSuppression& args, u32 epoch, u32 i, u32& found) {
-    const u32 half = (epoch & 1) * args.objects, warps = blockDim.x / warp_threads, lane = Warp{}.thread();
+    const u32 half = (epoch & 1) * args.objects, warps = blockDim.x / warp_threads;
     const auto area_of = [&](u32 object) {
         u32 sum = 0;
         const u32* areas = reinterpret_cast<const u32*>(arena.local(args.areas)) + (half + object) * args.segments;
-        for (u32 segment = lane; segment < args.segments; segment += warp_threads) sum += areas[segment];
+        for (u32 segment = Warp{}.thread(); segment < args.segments; segment += warp_threads) sum += areas[segment];
         return warp_sum(sum);
     };
     const auto bits_of = [&](u32 object) {
-        return reinterpret_cast<const Vec16*>(arena.local(args.bits + u64(half + object) * args.bit_stride));
+        return reinterpret_cast<const u32*>(arena.local(args.bits + u64(half + object) * args.bit_stride));
     };
     __syncthreads();
     if (threadIdx.x == 0) found = 0;
     __syncthreads();
-    const auto mine = args.times[i];
-    const u32 own = area_of(i), vectors = args.bit_stride / sizeof(Vec16);
-    const auto overlap = [](u32 common, u32 all) { return float(common) / fmaxf(float(all), 1.0f); };
-    for (u32 base = 0, seen = 0; base < args.objects; base += warp_threads) {
-        const auto other = args.times[min(base + lane, args.objects - 1)];
-        const bool rival = base + lane < args.objects && (args.reverse ? mine < other : mine > other) && other > -1;
-        for (u32 rivals = __ballot_sync(full_warp, rival); rivals != 0; rivals &= rivals - 1) {
-            if (seen++ % warps != threadIdx.x / warp_threads) continue;
-            const u32 j = base + __ffs(rivals) - 1, area = area_of(j);
-            if (overlap(min(own, area), max(own, area)) < args.threshold) continue;  // it is less yet of the pixels
-            const Vec16 *ours = bits_of(i), *theirs = bits_of(j);
-            u32 common = 0;
-            for (u32 v = lane; v < vectors; v += at_once * warp_threads) {
-                Vec16 one[at_once], two[at_once];
-#pragma unroll
-                for (u32 k = 0; k < at_once; ++k) {
-                    const u32 at = min(v + k * warp_threads, vectors - 1);
-                    one[k] = ours[at], two[k] = theirs[at];
-                }
-#pragma unroll
-                for (u32 k = 0; k < at_once; ++k) {
-                    for (int w = 0; w < 4; ++w) common += v + k * warp_threads < vectors ? __popc(one[k].word[w] & two[k].word[w]) : 0;
-                }
-            }
-            common = warp_sum(common);
-            if (overlap(common, own + area - common) >= args.threshold && lane == 0) atomicOr_block(&found, 1u);
-        }
+    const u32 own = area_of(i);
+    for (u32 j = threadIdx.x / warp_threads; j < args.objects; j += warps) {
+        const auto mine = args.times[i], other = args.times[j];
+        if (!(args.reverse ? mine < other : mine > other) || !(other > -1)) continue;
+        const u32 *ours = bits_of(i), *theirs = bits_of(j), words = args.segments * (segment_pixels / 32);
+        u32 common = 0;
+        for (u32 word = Warp{}.thread(); word < words; word += warp_threads) common += __popc(ours[word] & theirs[word]);
+        common = warp_sum(common);
+        const float all = float(own + area_of(j) - common);
+        if (float(common) / fmaxf(all, 1.0f) >= args.threshold && Warp{}.thread() == 0) atomicOr_block(&found, 1u);
     }
     __syncthreads();
     return found != 0;
@@ -136,17 +115,12 @@ extern "C" __global__ void __launch_bounds__(512)
         const bool suppressed = loses(arena, args, epoch, i, found), own = i - first < count;
         const char* mask = own ? args.local_masks + u64(i - first) * args.pixels * mask_bytes
                                : arena.local(args.masks + (half + i) * args.mask_stride);
-        const u32 step = args.shares * blockDim.x * row_lanes, at = (share * blockDim.x + threadIdx.x) * row_lanes;
-        for (u32 pixel = at; pixel < args.pixels; pixel += out_vectors * step) {
-            float value[out_vectors][row_lanes];
-            const auto place = [&](int k, u32& row, u32& column) { row = 0, column = min(pixel + k * step, args.pixels); };
-            if (!suppressed) load_together<MASK>(mask, args.pixels, place, value);
-#pragma unroll
-            for (u32 k = 0; k < out_vectors; ++k) {
-                for (float& v : value[k]) v = suppressed ? -10.0f : v;
-                RowOf<Float32> row(reinterpret_cast<char*>(args.out_masks), i, args.pixels);
-                if (pixel + k * step < args.pixels) row.store(pixel + k * step, value[k]);
-            }
+        const u32 step = blockDim.x * row_lanes;
+        for (u32 pixel = share * step + threadIdx.x * row_lanes; pixel < args.pixels; pixel += args.shares * step) {
+            float value[row_lanes];
+            RowOf<MASK>(mask, 0, args.pixels).load(pixel, value);
+            for (float& v : value) v = suppressed ? -10.0f : v;
+            RowOf<Float32>(reinterpret_cast<char*>(args.out_masks), i, args.pixels).store(pixel, value);
         }
         if (share > 0) continue;
         const char* score = own ? args.local_scores + u64(i - first) * args.score_stride : arena.local(scores + i * args.score_stride);
