@@ -1,10 +1,8 @@
-"""Problem 80, Sinkhorn-Knopp by scaling vectors: exponentials E of the logits are never stored in memory.
+"""Problem 80, Sinkhorn-Knopp by scaling vectors: exponentials E of the logits are never stored, each pass makes them anew.
 
-The assignment is diag(u) E diag(v): an iteration takes v = 1 / (sum over all ranks of E^T u) and u = 1 / (E v). Factors of u and v cancel,
-among them the numbers of samples and prototypes. A pass keeps two rows of E diag(v) in registers. It adds up the one. Of the other u is
-known: it adds u E to the next sums of columns, or writes the result. A row lies in the blocks of a cluster, whose warps send each other
-their sums. So logits are read once an iteration and once more. Bound by HBM. The reference passes about twenty times over exponentials in
-float32. Sums have a fixed order. Exponentials are stored where a row is too long for a cluster, or a cluster might find no room."""
+The assignment is diag(u) E diag(v): an iteration takes v = 1 / (K sum over all ranks of E^T u) and u = 1 / (n E v), so the total mass
+cancels. The number of samples travels with the first sum. Bound by HBM, which reads the logits twice an iteration and once more, and writes
+the result once. The reference passes about twenty times over exponentials in float32. Sums have a fixed order."""
 
 import math
 
@@ -14,176 +12,100 @@ import torch.distributed as dist
 from peerlane.device import F32, U32, BoundKernel, Group, LocalKernel, Pointer, communicator, element_type, group_of, per_group
 
 SOURCE = r"""
-#include <peerlane/pipeline.cuh>
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr int first = 0, last = 2;  // passes: the first one has neither u nor v yet
-constexpr u32 warps = THREADS / warp_threads, lanes = 4, width = CHUNKS * lanes * warp_threads, ring = 4, bytes = 4 / ELEMENT::lanes;
+constexpr u32 together = 4, strip = row_lanes * warp_threads, warps = THREADS / warp_threads;
+constexpr int of_columns = 0, of_rows = 1, result = 2;
 
-struct alignas(16) Four {
-    float value[lanes];
-};
-struct alignas(lanes * bytes) Logits {
-    u32 word[lanes / ELEMENT::lanes];
-};
-struct alignas(16) Memory {
-    Logits logits[warps][STAGES][CHUNKS][warp_threads];
-    Four shift[warps][CHUNKS][warp_threads];  // logarithms of v
-    float sum[ring][CLUSTER * warps];
-    u64 loaded[warps][STAGES], met[ring];
-};
-
-// Warps of a cluster have `width` columns each. They share no barrier: a warp that is behind holds up others only two rows later.
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1) balance(const __grid_constant__ Balance args) {
-    Memory& memory = *reinterpret_cast<Memory*>(ptx::dynamic_shared());
-    const u32 warp = threadIdx.x / warp_threads, lane = Warp{}.thread(), block = ptx::cluster_rank();
-    const u32 columns = args.columns, team = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
-    const u32 steps = team < args.rows ? (args.rows - team - 1) / teams + 1 : 0;
-    const u32 begin = (block * warps + warp) * width, count = begin < columns ? min(width, columns - begin) : 0;
-    const bool loads = WHOLE && count > 0;
-    const auto column_of = [&](u32 c) { return begin + (c * warp_threads + lane) * lanes; };
-    if (threadIdx.x == 0) {
-        for (auto& of_warp : memory.loaded) {
-            for (u64& barrier : of_warp) ptx::mbarrier_init(&barrier, 1);
-        }
-        for (u64& barrier : memory.met) ptx::mbarrier_init(&barrier, CLUSTER * warps + 1);
-        ptx::mbarrier_init_fence();
-    }
-    if constexpr (CLUSTER == 1) {
-        __syncthreads();
-    } else {
-        ptx::cluster_barrier();
-    }
-
-    const auto load = [&](u32 step) {
-        if (!loads || step >= steps || !ptx::elect_one()) return;
-        u64* const barrier = &memory.loaded[warp][step % STAGES];
-        const u64 at = u64(team + step * teams) * columns + begin;
-        ptx::mbarrier_arrive_expect(barrier, count * bytes);
-        ptx::bulk_load(memory.logits[warp][step % STAGES], args.logits + at * bytes, count * bytes, barrier);
+extern "C" __global__ void __launch_bounds__(THREADS) sinkhorn(const __grid_constant__ Sinkhorn args) {
+    const u32 rows = args.rows, columns = args.columns;
+    float logit[together][row_lanes];
+    const auto load = [&](u32 row, u32 column) {  // some rows from this one on; the last one stands for those behind the end
+        const auto place = [&](int i, u32& at, u32& first) { at = min(row + i, rows - 1), first = column; };
+        load_together<ELEMENT>(args.logits, columns, place, logit);
     };
-    for (u32 step = 0; step < STAGES; ++step) load(step);
-    for (u32 c = 0; c < CHUNKS; ++c) {
-        Four shift{};
-        Logits none{};
-        const float least[] = {-INFINITY, -INFINITY};
-        for (u32& word : none.word) word = ELEMENT::narrow(least);
-        for (u32 e = 0; PASS != first && e < lanes; ++e) {
-            if (column_of(c) + e < columns) shift.value[e] = -log2f(args.sums[column_of(c) + e]);
-        }
-        for (u32 stage = 0; column_of(c) >= columns && stage < STAGES; ++stage) memory.logits[warp][stage][c][lane] = none;
-        memory.shift[warp][c][lane] = shift;
-    }
+    const auto mass = [&](int i, int e) { return exp2f(logit[i][e] * args.scale); };
 
-    // E diag(v) of a row, and its sum to all blocks.
-    const auto take = [&](u32 step, Four(&mass)[CHUNKS]) {
-        if (loads) wait_phase(&memory.loaded[warp][step % STAGES], step / STAGES & 1);
-        Four sum{};
+    if constexpr (PASS == of_columns) {  // sums[split][column]: of a part of the rows, times u
+        __shared__ float of_warps[warps][strip];
+        const u32 strips = (columns + strip - 1) / strip, warp = threadIdx.x / warp_threads;
+        const u32 column = blockIdx.x % strips * strip + Warp{}.thread() * row_lanes;
+        const Part part = part_of(rows, blockIdx.x / strips, gridDim.x / strips);
+        float sum[row_lanes] = {};
+        for (u32 row = u32(part.first) + warp * together; row < part.end; row += warps * together) {
+            load(row, column);
 #pragma unroll
-        for (u32 c = 0; c < CHUNKS; ++c) {
-            const Four shift = memory.shift[warp][c][lane];
-            float logit[lanes];
-            if constexpr (WHOLE) {
-                const Logits logits = memory.logits[warp][step % STAGES][c][lane];
-                for (u32 w = 0; w < lanes / ELEMENT::lanes; ++w) ELEMENT::widen(logits.word[w], logit + w * ELEMENT::lanes);
-            } else {
-                const u64 at = u64(team + step * teams) * columns;
-                for (u32 e = 0, i; e < lanes; ++e) {
-                    logit[e] = (i = column_of(c) + e) < columns ? element_of<ELEMENT>(args.logits, at + i) : -INFINITY;
+            for (u32 i = 0; i < together; ++i) {
+                const float weight = row + i >= part.end ? 0.0f : args.u == nullptr ? 1.0f : args.u[row + i];
+                for (int e = 0; e < row_lanes; ++e) sum[e] += weight * mass(i, e);
+            }
+        }
+        for (int e = 0; e < row_lanes; ++e) of_warps[warp][Warp{}.thread() * row_lanes + e] = sum[e];
+        __syncthreads();
+        for (u32 c = threadIdx.x; c < strip; c += THREADS) {
+            float total = 0;
+            for (u32 w = 0; w < warps; ++w) total += of_warps[w][c];
+            const u32 to = blockIdx.x % strips * strip + c;
+            if (to < columns) args.out[u64(blockIdx.x / strips) * columns + to] = total;
+        }
+    } else {
+        __shared__ float scratch[32];
+        const float samples = *args.samples;
+        for (u32 row = blockIdx.x * together; row < rows; row += gridDim.x * together) {
+            float sum[together] = {}, factor[together];
+            if constexpr (PASS == result) {
+                for (u32 i = 0; i < together; ++i) factor[i] = args.u[min(row + i, rows - 1)] * samples;
+            }
+            for (u32 column = threadIdx.x * row_lanes; column < columns; column += THREADS * row_lanes) {
+                float v[row_lanes];
+                RowOf<Float32>(reinterpret_cast<const char*>(args.sums), 0, columns).load(column, v);
+                for (int e = 0; e < row_lanes; ++e) v[e] = column + e < columns ? 1.0f / (v[e] * columns) : 0.0f;
+                load(row, column);
+#pragma unroll
+                for (u32 i = 0; i < together; ++i) {
+                    float value[row_lanes];
+                    for (int e = 0; e < row_lanes; ++e) value[e] = mass(i, e) * v[e];
+                    if constexpr (PASS == of_rows) {
+                        for (int e = 0; e < row_lanes; ++e) sum[i] += value[e];
+                    } else if (row + i < rows) {
+                        for (int e = 0; e < row_lanes; ++e) value[e] *= factor[i];
+                        RowOf<Float32>(reinterpret_cast<const char*>(args.out), row + i, columns).store(column, value);
+                    }
                 }
             }
-            for (u32 e = 0; e < lanes; ++e) {
-                mass[c].value[e] = ptx::exp2(logit[e] * args.scale + shift.value[e]);
-                sum.value[e] += mass[c].value[e];
-            }
-        }
-        __syncwarp();
-        load(step + STAGES);
-        if constexpr (PASS != first) {
-            const float total = warp_sum((sum.value[0] + sum.value[1]) + (sum.value[2] + sum.value[3]));
-            u64* const met = &memory.met[step % ring];
-            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(met, sizeof memory.sum[0]);
-            if (lane < CLUSTER) {  // the arrival says that this warp has read the sums of two rows before
-                ptx::store_async(&memory.sum[step % ring][block * warps + warp], lane, total, met);
-                ptx::mbarrier_arrive_at(met, lane);
-            }
-        }
-    };
-    const auto store = [&](u32 row, u32 c, const Four& four) {
-        float* const to = args.out + u64(row) * columns + column_of(c);
-        if constexpr (WHOLE) {
-            if (column_of(c) < columns) *reinterpret_cast<Four*>(to) = four;
-        } else {
-            for (u32 e = 0; e < lanes; ++e) {
-                if (column_of(c) + e < columns) to[e] = four.value[e];
-            }
-        }
-    };
-    Four even[CHUNKS], odd[CHUNKS], sums[CHUNKS] = {};
-    const auto use = [&](u32 step, Four(&mass)[CHUNKS]) {
-        float u = 1;
-        if constexpr (PASS != first) {
-            float total = 0;
-            wait_phase(&memory.met[step % ring], step / ring & 1);
-            for (u32 i = lane; i < CLUSTER * warps; i += warp_threads) total += memory.sum[step % ring][i];
-            u = 1 / warp_sum(total);
-        }
+            if constexpr (PASS == of_rows) {  // u of these rows
 #pragma unroll
-        for (u32 c = 0; c < CHUNKS; ++c) {
-            for (u32 e = 0; e < lanes; ++e) {
-                if constexpr (PASS == last) mass[c].value[e] *= u;
-                else sums[c].value[e] += u * mass[c].value[e];
+                for (u32 i = 0; i < together; ++i) {
+                    const float total = block_reduce(sum[i], [](float a, float b) { return a + b; }, scratch);
+                    if (threadIdx.x == 0 && row + i < rows) args.out[row + i] = 1.0f / (total * samples);
+                }
             }
-            if constexpr (PASS == last) store(team + step * teams, c, mass[c]);
         }
-    };
-
-    if constexpr (PASS == first) {
-        for (u32 step = 0; step < steps; ++step) take(step, even), use(step, even);
-    } else if (steps > 0) {
-        take(0, even);
-    }
-    for (u32 step = 0; PASS != first && step < steps; step += 2) {
-        if (step + 1 < steps) take(step + 1, odd);
-        use(step, even);
-        if (step + 2 < steps) take(step + 2, even);
-        if (step + 1 < steps) use(step + 1, odd);
-    }
-    for (u32 c = 0; PASS != last && c < CHUNKS; ++c) {
-        const Four shift = memory.shift[warp][c][lane];
-        for (u32 e = 0; e < lanes; ++e) sums[c].value[e] *= ptx::exp2(-shift.value[e]);
-        store(team, c, sums[c]);
     }
 }
 """
-BALANCE = LocalKernel(
-    "balance", SOURCE, logits=Pointer("const char*"), sums=Pointer("const float*"), out=Pointer("float*"), rows=U32, columns=U32, scale=F32
-)
-FIRST, BETWEEN, LAST = range(3)
-CHUNKS, CLUSTER, STAGE_BYTES = 8, 8, 128 << 10
-"""The most groups of four columns of a thread, blocks of a cluster, and bytes of logits under way in a block."""
+SINKHORN = LocalKernel(
+    "sinkhorn", SOURCE, logits=Pointer("const char*"), u=Pointer("const float*"), sums=Pointer("const float*"),
+    samples=Pointer("const float*"), out=Pointer("float*"), rows=U32, columns=U32, scale=F32,
+)  # fmt: skip
+STRIP, ROWS = 256, 4
+"""Columns of a block that adds up columns, and rows that are taken together."""
+OF_COLUMNS, OF_ROWS, RESULT = range(3)
 
 
 @per_group
-def balance(group: Group, rows: int, columns: int, dtype: torch.dtype, whole: bool, part: int) -> tuple[BoundKernel, int] | None:
-    """Returns the launch of a pass, and its clusters; None if there is none. ``whole``: rows begin at multiples of 16 bytes."""
+def sinkhorn(group: Group, rows: int, columns: int, dtype: torch.dtype, part: int) -> tuple[BoundKernel, int]:
+    """Returns the launch of a pass, and the parts of the rows whose sums of columns lie apart."""
+    strips, splits = -(-columns // STRIP), 1
+    if part == OF_COLUMNS:
+        splits = max(1, min(rows // 64, 2 * group.sm_count // strips))
     threads = min(512, group.max_threads)
-    cluster = 1 << (-(-columns // (4 * CHUNKS * threads)) - 1).bit_length()
-    if cluster > (1 if group.ranks_per_device > 1 else CLUSTER):  # other ranks' blocks may wait on some SM of every cluster
-        return None
-    chunks, warps = -(-columns // (4 * cluster * threads)), threads // 32
-    row_bytes = 4 * chunks * threads * dtype.itemsize
-    stages, teams = max(2, min(4, STAGE_BYTES // row_bytes)), max(1, min(rows, group.sm_count // cluster))
-    bound = BALANCE.bind(
-        group, grid=teams * cluster, block=threads, cluster=cluster, rows=rows, columns=columns,
-        shared_bytes=stages * row_bytes + 16 * chunks * threads + 16 * cluster * warps + 8 * warps * stages + 32 + 16,
-        defines={
-            "ELEMENT": element_type(dtype), "THREADS": threads, "CHUNKS": chunks, "CLUSTER": cluster, "STAGES": stages, "WHOLE": int(whole),
-            "PASS": part,
-        },
+    bound = SINKHORN.bind(
+        group, grid=strips * splits if part == OF_COLUMNS else max(1, min(4 * group.sm_count, -(-rows // ROWS))), block=threads,
+        defines={"ELEMENT": element_type(dtype), "THREADS": threads, "PASS": part}, rows=rows, columns=columns,
     )  # fmt: skip
-    return bound, teams
+    return bound, splits
 
 
 def solution(
@@ -195,31 +117,29 @@ def solution(
 ) -> torch.Tensor:
     kit, ranks, (rows, prototypes) = communicator(group), group_of(group), teacher_output.shape
     logits, scale = teacher_output.contiguous(), math.log2(math.e) / teacher_temp
-    whole = (logits.data_ptr() | prototypes * logits.itemsize) % 16 == 0
 
-    def over_ranks(part: torch.Tensor) -> torch.Tensor:
-        kit.all_reduce(part)
-        return part
+    def of_columns(u: torch.Tensor | None) -> torch.Tensor:
+        launch, splits = sinkhorn(ranks, rows, prototypes, logits.dtype, OF_COLUMNS)
+        parts = sums.new_empty((splits, prototypes))
+        launch(logits=logits, u=u, sums=None, samples=None, out=parts, scale=scale)
+        return parts.sum(0) if splits > 1 else parts[0]
 
-    if n_iterations == 0 or balance(ranks, rows, prototypes, logits.dtype, whole, FIRST) is None:
-        e = torch.exp2(logits.to(torch.float32) * scale)
-        if n_iterations == 0:
-            return e.mul_(over_ranks(n_masked_patches_tensor.to(torch.float32, copy=True).reshape(1)) / over_ranks(e.sum().reshape(1)))
-        u = e.new_ones(rows)
-        for _ in range(n_iterations):
-            v = over_ranks(u @ e).reciprocal_()
-            u = (e @ v).reciprocal_()
-        return e.mul_(u.unsqueeze(1)).mul_(v)
+    def of_all(part: int, u: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+        launch, _ = sinkhorn(ranks, rows, prototypes, logits.dtype, part)
+        launch(logits=logits, u=u, sums=v, samples=samples, out=out, scale=scale)
+        return out
 
-    def passed(part: int, sums: torch.Tensor | None) -> torch.Tensor:
-        found = balance(ranks, rows, prototypes, logits.dtype, whole, part)
-        assert found is not None
-        launch, teams = found
-        out = logits.new_empty((rows if part == LAST else teams, prototypes), dtype=torch.float32)
-        launch(logits=logits, sums=sums, out=out, scale=scale)
-        return out if part == LAST else over_ranks(out.sum(0))
-
-    sums = passed(FIRST, None)
-    for _ in range(n_iterations - 1):
-        sums = passed(BETWEEN, sums)
-    return passed(LAST, sums)
+    sums = torch.empty(prototypes + 1, dtype=torch.float32, device=logits.device)
+    sums[prototypes:].copy_(n_masked_patches_tensor)  # exact below 2^24
+    sums[:prototypes] = of_columns(None)
+    kit.all_reduce(sums)
+    samples, v = sums[prototypes:].clone(), sums[:prototypes]
+    if n_iterations == 0:
+        return torch.exp2(logits.to(torch.float32) * scale).mul_(samples / v.sum())
+    u = sums.new_empty(rows)
+    for iteration in range(n_iterations):
+        if iteration:
+            v = of_columns(u)
+            kit.all_reduce(v)
+        of_all(OF_ROWS, None, u)
+    return of_all(RESULT, u, sums.new_empty((rows, prototypes)))

@@ -138,15 +138,6 @@ inline void Machine::async(
     if (!barrier) fiber.groups[queue].open.push_back(copy);
 }
 
-inline void Machine::async_value(void* target, const void* value, std::uint32_t bytes, std::uint64_t* barrier, std::uint32_t site) {
-    const Segment whole{target, nullptr, bytes};
-    async(&whole, 1, Combine::replace, barrier, thread_queue, site);
-    Copy& copy = *copies_.back();
-    copy.data.resize(bytes);
-    std::memcpy(copy.data.data(), value, bytes);
-    copy.stage = Copy::read;
-}
-
 // Starts an operation of the current thread, under a number of its own.
 inline std::shared_ptr<Copy> Machine::issue(
     const Segment* segments, std::uint32_t count, bool reads_shared, bool writes_shared, Block* uses) {

@@ -103,7 +103,6 @@ class Machine {
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
     void remote(void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site);
-    void async_value(void* target, const void* value, std::uint32_t bytes, std::uint64_t* barrier, std::uint32_t site);
     void async_commit(unsigned queue);
     void async_wait(unsigned queue, std::uint32_t pending, bool sources_only, std::uint32_t site);
 

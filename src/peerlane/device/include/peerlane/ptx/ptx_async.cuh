@@ -65,16 +65,6 @@ __device__ inline void mbarrier_arrive_at(u64* barrier, u32 rank) {
         : "memory");
 }
 
-// A number to where `shared` lies in block `rank` of the cluster; its four bytes count towards the phase of the mbarrier there when they have
-// landed. The thread does not wait.
-__device__ inline void store_async(float* shared, u32 rank, float value, u64* barrier) {
-    asm volatile(
-        "{\n\t.reg .b32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\tmapa.shared::cluster.u32 counted, %1, %2;\n\t"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [counted];\n\t}" ::"r"(shared_address(shared)),
-        "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value))
-        : "memory");
-}
-
 // ---- bulk copies ----------------------------------------------------------------------------------------------------------------------
 
 // Global (own or a peer's) to shared memory; the bytes count towards the mbarrier's phase when they have landed.

@@ -24,11 +24,6 @@ PEERLANE_INLINE void mbarrier_arrive_at(u64* barrier, u32 rank) {
     emulator::peerlane_mbarrier_arrive(static_cast<u64*>(emulator::peerlane_cluster_pointer(barrier, rank)), 0);
 }
 
-PEERLANE_INLINE void store_async(float* shared, u32 rank, float value, u64* barrier) {
-    u64* const counted = static_cast<u64*>(emulator::peerlane_cluster_pointer(barrier, rank));
-    emulator::peerlane_async_value(emulator::peerlane_cluster_pointer(shared, rank), &value, sizeof value, counted);
-}
-
 // ---- bulk copies
 
 PEERLANE_INLINE void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
