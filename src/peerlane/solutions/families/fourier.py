@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const Tile tile(ptx::dynamic_shared());
         const auto from = [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) { load(place, line, point, step, x); };
         if constexpr (packed) {
-            tile.transform<LINES, RADICES>(args.twiddles, from, tile.into());
+            tile.transform<LINES, 1, RADICES>(args.twiddles, from, tile.into());
             __syncthreads();
 #pragma unroll 4
             for (u32 i = threadIdx.x; i < columns * POINTS; i += THREADS) {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
         } else {
             const auto to = [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) { store(arena, place, line, point, step, x); };
-            tile.transform<LINES, RADICES>(args.twiddles, from, to);
+            tile.transform<LINES, 1, RADICES>(args.twiddles, from, to);
         }
     }
     if (FIRST) peers.barrier(1 + blockIdx.x, epoch);
@@ -139,10 +139,10 @@ def roots(count: int, of: float) -> torch.Tensor:
 
 
 @per_group
-def twiddles(group: Group, points: int, reverse: bool = False) -> torch.Tensor:
+def twiddles(group: Group, points: int) -> torch.Tensor:
     """Returns factors of all stages but the first one, on the group's device: of a stage behind S points, of radix R, R - 1 rows of S."""
     span, parts = 1, [torch.zeros(1, dtype=torch.complex64)]
-    for radix in (radices(points) or ())[:: -1 if reverse else 1]:
+    for radix in radices(points) or ():
         if span > 1:
             parts.append(roots(points, span * radix)[torch.arange(1, radix).view(-1, 1) * torch.arange(span) % (span * radix)].flatten())
         span *= radix
@@ -158,21 +158,21 @@ class Tiling(NamedTuple):
     shared_bytes: int
 
     @classmethod
-    def of(cls, group: Group, points: int, along: bool, most_lines: int, most_blocks: int = 32) -> Tiling | None:
-        """A power of two of lines, up to ``most_lines``; up to ``most_blocks`` on an SM. None if a line is too long or has no stages."""
+    def of(cls, group: Group, points: int, along: bool, most_lines: int, beside: int = 0) -> Tiling | None:
+        """A power of two of lines, at most ``most_lines``, and ``beside`` lines that stay. None if a line is too long or has no stages."""
         stages, pitch = radices(points), 8 * (points + (points // 16 if points % 64 == 0 else 0) + 1 if along else points)
         if stages is None:
             return None
-        fit = min(most_lines, SHARED_LIMIT_BYTES // pitch)
+        fit = min(most_lines, SHARED_LIMIT_BYTES // pitch - beside)
         registers, limit = THREAD_REGISTERS + NUMBER_REGISTERS * max(stages), min(1024, group.max_threads)
 
         def butterflies(lines: int) -> int:
-            return lines * points // min(stages)
+            return (lines + beside) * points // min(stages)
 
         def tiling(lines: int) -> Tiling:
-            nbytes, work = lines * pitch, butterflies(lines)
+            nbytes, work = (lines + beside) * pitch, butterflies(lines)
             threads = max(32, -(-work // -(-work // limit) // 32) * 32)
-            blocks = min(most_blocks, SM_REGISTERS // (threads * registers), SHARED_LIMIT_BYTES // (nbytes + 1024), 2048 // threads)
+            blocks = min(32, SM_REGISTERS // (threads * registers), SHARED_LIMIT_BYTES // (nbytes + 1024), 2048 // threads)
             return cls(lines, threads, max(1, blocks), nbytes)
 
         possible = [tiling(1 << k) for k in range(max(0, fit).bit_length()) if k == 0 or butterflies(1 << k) <= 1024]

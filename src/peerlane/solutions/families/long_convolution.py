@@ -8,25 +8,23 @@ time and leave results where the values were. Each rank fetches its positions fr
 A row of S values is transformed at S frequencies, a quarter of a step beside the usual ones. The product's transform then holds what
 runs over the end as imaginary parts, so that a row needs no zeros behind it. A row is a matrix; its columns are transformed, then its
 rows, which are multiplied with the filter's and transformed back in one kernel, then its columns again. Complex rows pass memory four
-times, which is L2 where a few filters' rows are transformed at a time. ``peerlane/tiles/fourier.cuh`` has the transform of a tile.
+times. ``peerlane/tiles/fourier.cuh`` has the transform of a tile.
 
-Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by the
-instructions of transforms and their shared memory; the links carry values and results once each. Memory: one buffer of all positions of
-the rank's channels, complex rows of a few filters, and those of all the rank's filters.
+Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and the
+instructions of transforms; the links carry values and results once each. Memory: one buffer of all positions of the rank's channels,
+the complex rows of one part, and those of the rank's filters.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, element_type, per_group
 from peerlane.device.host.declare import Reserved
-from peerlane.device.host.side_stream import Side, side_stream
+from peerlane.device.host.side_stream import side_stream
 from peerlane.errors import UsageError
-from peerlane.solutions.families.fourier import Tiling, radices, roots, twiddles
+from peerlane.solutions.families.fourier import Tiling, roots, twiddles
 
 EXCHANGE = r"""
 #include <peerlane/rows.cuh>
@@ -177,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) hyena_columns(cons
     };
     if constexpr (BACK) {
         const float bias = element_of<ELEMENT>(args.bias, args.first + row / args.batch);
-        tile.transform<LINES, RADICES>(
+        tile.transform<LINES, 1, RADICES>(
             args.twiddles,
             [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
                 each_turned(R, line, point, step, [&](int i, u32 at, Complex turn) { x[i] = numbers[at] * turn; });
@@ -188,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) hyena_columns(cons
                 });
             });
     } else {
-        tile.transform<LINES, RADICES>(
+        tile.transform<LINES, 1, RADICES>(
             args.twiddles,
             [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
 #pragma unroll
@@ -211,52 +209,45 @@ PRODUCT = r"""
 #include <peerlane/tiles/fourier.cuh>
 using namespace peerlane;
 
-// Rows `k` of LINES matrices: those of filters are transformed, those of values also multiplied with their filter's and transformed back.
+// Row `k` of LINES matrices is transformed, multiplied with that of their filter and transformed back, all conjugated.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) hyena_product(const __grid_constant__ HyenaProduct args) {
     constexpr u64 size = u64(FIRST) * POINTS;
-    const FourierTile<POINTS, LINES, true, THREADS> tile(ptx::dynamic_shared());
+    const FourierTile<POINTS, LINES + 1, true, THREADS> tile(ptx::dynamic_shared());
     const u32 bundles = (args.rows + LINES - 1) / LINES, first = blockIdx.x % bundles * LINES;
     const u32 k = blockIdx.x / bundles % FIRST, filter = blockIdx.x / bundles / FIRST;
     Complex* const numbers = args.numbers + (u64(filter) * args.rows + first) * size + k * POINTS;
-    const auto load = [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
-        const bool inside = first + line < args.rows;
+    const Complex* const taps = args.filters + filter * size + k * POINTS;
+    tile.transform<LINES + 1, 1, RADICES>(
+        args.twiddles,
+        [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+            const Complex* const from = line < LINES ? numbers + line * size : taps;
 #pragma unroll
-        for (int i = 0; i < R; ++i) x[i] = inside ? numbers[line * size + point + i * step] : Complex{};
-    };
-    const auto store = [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
-        if (first + line >= args.rows) return;
+            for (int i = 0; i < R; ++i) x[i] = line == LINES || first + line < args.rows ? from[point + i * step] : Complex{};
+        },
+        tile.into());
+    __syncthreads();
+    tile.transform<LINES, 1, RADICES>(
+        args.twiddles,
+        [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
 #pragma unroll
-        for (int i = 0; i < R; ++i) numbers[line * size + point + i * step] = x[i];
-    };
-    if constexpr (FILTERS) {
-        tile.transform<LINES, RADICES>(args.twiddles, load, [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
-            Complex scaled[R];
+            for (int i = 0; i < R; ++i) {
+                const u32 p = point + i * step;
+                x[i] = 1.0f / size * conjugate(tile.at(line, p) * tile.at(LINES, p));
+            }
+        },
+        [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
+            if (first + line >= args.rows) return;
 #pragma unroll
-            for (int i = 0; i < R; ++i) scaled[i] = 1.0f / size * x[i];
-            store(line, point, step, scaled);
+            for (int i = 0; i < R; ++i) numbers[line * size + point + i * step] = x[i];
         });
-    } else {
-        const Complex* const taps = args.filters + filter * size + k * POINTS;
-        const auto multiply = [&]<int R>(u32, u32 point, u32 step, Complex(&x)[R]) {
-#pragma unroll
-            for (int i = 0; i < R; ++i) x[i] = conjugate(x[i] * taps[point + i * step]);
-        };
-        tile.transform_twice<LINES>(
-            Stages<RADICES>{}, Stages<REVERSED>{}, args.twiddles, args.reversed_twiddles, load, multiply, store);
-    }
 }
 """
 HYENA_PRODUCT = LocalKernel(
-    "hyena_product", PRODUCT, numbers=Pointer("Complex*"), filters=Pointer("const Complex*"), twiddles=Pointer("const Complex*"),
-    reversed_twiddles=Pointer("const Complex*"), rows=U32,
+    "hyena_product", PRODUCT, numbers=Pointer("Complex*"), filters=Pointer("const Complex*"), twiddles=Pointer("const Complex*"), rows=U32,
 )  # fmt: skip
 
 BLOCKS_BESIDE = 48
 """Blocks of an exchange that runs beside transforms."""
-NUMBERS_BYTES, LANES = 1 << 24, 2
-"""Complex rows that are transformed at a time, so that they stay in L2; and streams, so that one's kernels begin as the other's end."""
-PRODUCT_LINES = 4
-"""Rows of a block of the product: at most 16 are at work on an SM, in blocks that do not wait for each other."""
 
 
 class Inputs(NamedTuple):
@@ -314,33 +305,20 @@ def convolve_by_transforms(group: Group, inputs: Inputs, zigzag: bool) -> torch.
         for part in range(parts):
             exchange.send(x=v, gate=x2, first=part * count)
             arrived.append(side.behind())
-    per_filter, per_part, size = exchange.rows_shape[0] // filters, filters // parts, transform_length(exchange.rows_shape[1])
-    fits = max(1, NUMBERS_BYTES // (8 * per_filter * size))
-    at_once = next(count for count in range(min(fits, per_part), 0, -1) if per_part % count == 0)
-    transforms = transforms_of(group, exchange.rows_shape[1], at_once, per_filter, v.dtype, h.dtype, filters)
-    spectra = v.new_empty((filters, size), dtype=torch.complex64)
-    other = transforms.other
-    streams: tuple[Callable[[], AbstractContextManager[object]], ...] = (nullcontext, other)
-    lanes = streams[: 1 if at_once == per_part else LANES]
-    numbers = v.new_empty((len(lanes), at_once * per_filter, size), dtype=torch.complex64)
+    per_filter, per_part = exchange.rows_shape[0] // filters, filters // parts
+    transforms = transforms_of(group, exchange.rows_shape[1], per_part, per_filter, v.dtype, h.dtype, filters)
+    spectra = v.new_empty((filters, transforms.size), dtype=torch.complex64)
+    numbers = v.new_empty((per_part * per_filter, transforms.size), dtype=torch.complex64)
     transforms.of_filters(values=h[group.rank * filters :], length=h.shape[1], numbers=spectra)
-    transforms.spectra(numbers=spectra, filters=spectra)
     bias = inputs.bias[group.rank * exchange.own :]
-    other.follow()
     for part in range(parts):
-        for lane in lanes:
-            with lane():
-                arrived[part]()
-        for first in range(part * per_part, (part + 1) * per_part, at_once):
-            turn = first // at_once % len(lanes)
-            with lanes[turn]():
-                rows, own = exchange.rows[first * per_filter :], numbers[turn]
-                transforms.forth(values=rows, numbers=own)
-                transforms.product(numbers=own, filters=spectra[first:])
-                transforms.back(values=rows, numbers=own, bias=bias, first=first * per_filter // batch, batch=batch)
+        arrived[part]()
+        rows = exchange.rows[part * count * batch : (part + 1) * count * batch]
+        transforms.forth(values=rows, numbers=numbers)
+        transforms.product(numbers=numbers, filters=spectra[part * per_part :])
+        transforms.back(values=rows, numbers=numbers, bias=bias, first=part * count, batch=batch)
         side.follow()
         with side():
-            other.behind()()
             exchange.fetch(gate=x1, out=out, first=part * count)
     side.behind()()
     return out
@@ -352,14 +330,14 @@ class Transforms:
     def __init__(
         self, group: Group, length: int, filters: int, rows: int, dtype: torch.dtype, of_taps: torch.dtype, all_filters: int
     ) -> None:
-        size, self.other = transform_length(length), Side(group.device.type == "cuda", computes=True)
-        first = next(divisor for divisor in range(math.isqrt(size), 0, -1) if size % divisor == 0)
-        second, fine = size // first, 1 << size.bit_length() // 2 + 1
-        coarse = -(-4 * size // fine)
-        columns, lines = Tiling.of(group, first, False, 16), Tiling.of(group, second, True, PRODUCT_LINES, 8)
+        self.size = transform_length(length)
+        first = next(divisor for divisor in range(math.isqrt(self.size), 0, -1) if self.size % divisor == 0)
+        second, fine = self.size // first, 1 << self.size.bit_length() // 2 + 1
+        coarse = -(-4 * self.size // fine)
+        columns, lines = Tiling.of(group, first, False, 16), Tiling.of(group, second, True, 1 << max(0, rows - 1).bit_length(), beside=1)
         if columns is None or lines is None:
             raise UsageError(f"a convolution of {length} positions: expected fewer; cut the sequence")
-        self.tables = [roots(first, 4 * first), torch.cat((roots(coarse, 4 * size / fine), roots(fine, 4 * size)))]
+        self.tables = [roots(first, 4 * first), torch.cat((roots(coarse, 4 * self.size / fine), roots(fine, 4 * self.size)))]
         self.tables = [table.to(group.device) for table in self.tables]
 
         def of_columns(rows: int, dtype: torch.dtype, back: bool) -> BoundKernel:
@@ -372,17 +350,10 @@ class Transforms:
 
         self.of_filters = of_columns(all_filters, of_taps, False)
         self.forth, self.back = (of_columns(filters * rows, dtype, back) for back in (False, True))
-
-        def of_rows(matrices: int, rows: int, filters: bool) -> BoundKernel:
-            reverse = ",".join(map(str, (radices(second) or ())[::-1]))
-            macros: dict[str, str | int] = {"FIRST": first, "FILTERS": int(filters), "REVERSED": reverse}
-            return HYENA_PRODUCT.bind(
-                group, grid=matrices * first * -(-rows // lines.lines), block=lines.threads, shared_bytes=lines.shared_bytes, rows=rows,
-                defines={**lines.defines(second), **macros}, twiddles=twiddles(group, second),
-                reversed_twiddles=twiddles(group, second, True),
-            )  # fmt: skip
-
-        self.spectra, self.product = of_rows(1, all_filters, True), of_rows(filters, rows, False)
+        self.product = HYENA_PRODUCT.bind(
+            group, grid=filters * first * -(-rows // lines.lines), block=lines.threads, shared_bytes=lines.shared_bytes, rows=rows,
+            defines={**lines.defines(second), "FIRST": first}, twiddles=twiddles(group, second),
+        )  # fmt: skip
 
 
 @per_group

@@ -85,9 +85,6 @@ __device__ inline void fourier(Complex (&x)[R]) {
     }
 }
 
-template <u32... ALL>
-struct Stages {};
-
 // Lines in shared memory. Threads that follow each other take points of a line if `along`, else lines.
 template <u32 points, u32 lines, bool along, u32 threads>
 class FourierTile {
@@ -104,57 +101,18 @@ class FourierTile {
         return data_[along ? line * pitch + point + (gaps ? point / 16 : 0) : point * lines + line];
     }
 
-    // Transforms the first `active` lines, by stages of the radices; their product is `points`. `twiddles` are those of
+    // Transforms the first `active` lines, by stages of the radices R, REST...; their product is `points`. `twiddles` are those of
     // `peerlane.solutions.families.fourier.twiddles`. load(line, point, step, x) fills the array x with points from `point` on, `step` apart;
     // store(line, point, step, x) takes results likewise. All threads call it. What load reads of the tile is read before store is called.
-    template <u32 active, u32... ALL, class Load, class Store>
+    template <u32 active, u32 S, u32 R, u32... REST, class Load, class Store>
     __device__ void transform(const Complex* twiddles, const Load& load, const Store& store) const {
-        stages<active, 1, ALL...>(twiddles, unnumbered(load), [&]<u32 each, int R>(Complex(&x)[each][R]) {
-            __syncthreads();
-            put<active, points / R>(x, store);
-        });
-    }
-    // Transforms lines, and again after turn(line, point, step, x), which the thread that has the points calls. The second time the order of
-    // the stages is reversed, so that a thread goes on with the points that it has.
-    template <u32 active, u32... ALL, u32... BACK_TO_FRONT, class Load, class Turn, class Store>
-    __device__ void transform_twice(Stages<ALL...>, Stages<BACK_TO_FRONT...>, const Complex* twiddles, const Complex* reversed_twiddles,
-                                    const Load& load, const Turn& turn, const Store& store) const {
-        stages<active, 1, ALL...>(twiddles, unnumbered(load), [&]<u32 each, int R>(Complex(&x)[each][R]) {
-            const auto turned = [&](u32 e, u32 line, u32 point, u32 step, Complex(&y)[R]) {
-                turn(line, point, step, x[e]);
-#pragma unroll
-                for (int i = 0; i < R; ++i) y[i] = x[e][i];
-            };
-            stages<active, 1, BACK_TO_FRONT...>(reversed_twiddles, turned, [&]<int S>(Complex(&y)[each][S]) {
-                __syncthreads();
-                put<active, points / S>(y, store);
-            });
-        });
-    }
-    // The tile's own points.
-    __device__ auto from() const {
-        return [*this]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
-#pragma unroll
-            for (u32 i = 0; i < R; ++i) x[i] = of_butterfly<R>(line, point, step, i);
-        };
-    }
-    __device__ auto into() const {
-        return [*this]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
-#pragma unroll
-            for (u32 i = 0; i < R; ++i) of_butterfly<R>(line, point, step, i) = x[i];
-        };
-    }
-
-  private:
-    template <u32 active, u32 S, u32 R, u32... REST, class Load, class Finish>
-    __device__ void stages(const Complex* twiddles, const Load& load, const Finish& finish) const {
         constexpr u32 butterflies = points / R, total = active * butterflies, each = (total + threads - 1) / threads;
         Complex x[each][R];
 #pragma unroll
         for (u32 e = 0; e < each; ++e) {
             const u32 t = thread_ + e * threads, j = along ? t % butterflies : t / active;
             if (t < total) {
-                load(e, along ? t / butterflies : t % active, j, butterflies, x[e]);
+                load(along ? t / butterflies : t % active, j, butterflies, x[e]);
                 if (S > 1) {
 #pragma unroll
                     for (u32 i = 1; i < R; ++i) x[e][i] = x[e][i] * twiddles[(i - 1) * S + j % S];
@@ -163,38 +121,37 @@ class FourierTile {
             }
             if (each > 1) __syncwarp();  // one after another, for want of registers
         }
-        if constexpr (sizeof...(REST) == 0) {
-            finish(x);
-        } else {
-            __syncthreads();
-            put<active, S>(x, into());
-            __syncthreads();
-            stages<active, S * R, REST...>(twiddles + (S > 1 ? S * (R - 1) : 0), unnumbered(from()), finish);
-        }
-    }
-    template <u32 active, u32 S, u32 each, int R, class Store>
-    __device__ void put(const Complex (&x)[each][R], const Store& store) const {
-        constexpr u32 butterflies = points / R, total = active * butterflies;
+        __syncthreads();
+        const auto put = [&](const auto& store) {
 #pragma unroll
-        for (u32 e = 0; e < each; ++e) {
-            const u32 t = thread_ + e * threads, j = along ? t % butterflies : t / active;
-            if (t < total) store(along ? t / butterflies : t % active, j / S * (S * R) + j % S, S, x[e]);
+            for (u32 e = 0; e < each; ++e) {
+                const u32 t = thread_ + e * threads, j = along ? t % butterflies : t / active;
+                if (t < total) store(along ? t / butterflies : t % active, j / S * (S * R) + j % S, S, x[e]);
+            }
+        };
+        if constexpr (sizeof...(REST) == 0) {
+            put(store);
+        } else {
+            put(into());
+            __syncthreads();
+            transform<active, S * R, REST...>(twiddles + (S > 1 ? S * (R - 1) : 0), from(), store);
         }
     }
-    template <class Load>
-    __device__ static auto unnumbered(const Load& load) {
-        return [load]<int R>(u32, u32 line, u32 point, u32 step, Complex(&x)[R]) { load(line, point, step, x); };
+    // The tile's own points.
+    __device__ auto from() const {
+        return [*this]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+#pragma unroll
+            for (u32 i = 0; i < R; ++i) x[i] = at(line, point + i * step);
+        };
     }
-    // Point `i` of R, `step` apart, of which the first one is `point` % `step` behind a multiple of R steps. Where steps and gaps fit, the
-    // places of all are a constant apart.
-    template <u32 R>
-    __device__ Complex& of_butterfly(u32 line, u32 point, u32 step, u32 i) const {
-        if (along && gaps && (step % 16 == 0 || (16 % step == 0 && (R * step % 16 == 0 || 16 % (R * step) == 0)))) {
-            return (&at(line, point))[i * step + i * step / 16];
-        }
-        return at(line, point + i * step);
+    __device__ auto into() const {
+        return [*this]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
+#pragma unroll
+            for (u32 i = 0; i < R; ++i) at(line, point + i * step) = x[i];
+        };
     }
 
+  private:
     Complex* data_;
     u32 thread_;
 };
