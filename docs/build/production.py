@@ -28,28 +28,36 @@ REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15
 """Why a kernel is slower than the reference at a production size, by kind of node and problem. Written by hand, here and nowhere else."""
 
 FAR: Mapping[int, str] = {
-    1: "the launch and one trip of a packet",
-    5: "the launch and one trip of a packet",
+    **dict.fromkeys((1, 5, 23), "the launch and one trip of a packet"),
     10: "ids are counted, sent and answered, with a meeting of the ranks' blocks behind each step",
-    23: "the launch and one trip of a packet",
-    24: "one pass, then sums of a warp, a block, a rank and all ranks, each behind the last",
+    24: "one pass, then sums of a warp, a block, a rank and all ranks, each behind the last; what takes the rest is not known",
     26: "the host waits for the counts",
     28: "rows are numbered, places asked for and answered before a token leaves, and tokens of other ranks are copied once more",
     29: "places are asked for and answered before a row is added up",
     30: "two launches and one trip of a packet",
-    44: "two barriers between the ranks, and a division for each element",
-    52: "the largest value of all gradients is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass",
-    53: "the largest value of all parameters is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass",
+    44: "codes go to all ranks in one shot, behind a pass for the scales",
+    47: "products and the exchange of gradients, in part one behind the other",
+    **dict.fromkeys(
+        (52, 53), "the largest value of all is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass"
+    ),
+    57: "attention's gradients take longer than the model says, which counts their operations at the rate of a large product",
     58: "logits go to memory and come back between the product and the loss; the bound has neither",
     61: "rows are packed, sent and unpacked, and the host waits for their number",
+    62: "taps are multiplied in float32, and channels are mixed behind that",
+    63: "the host asks for sizes before the launch; a kernel that did not ask was slower",
     64: "four meetings of the ranks' blocks a hop, one behind the other",
-    65: "parts begin where other ranks say: a meeting before a row leaves",
-    66: "parts begin where other ranks say: a meeting before a row leaves",
+    **dict.fromkeys((65, 66), "parts begin where other ranks say: a meeting before a row leaves"),
     68: "the host waits for the number of rows that all ranks want",
     69: "hosts tell each other their numbers of edges before the launch",
     70: "lengths are added up on all ranks before a bag leaves, and the host waits for the sizes",
+    72: "complex numbers go to memory and come back between the steps of a transform; a product with more in registers gained 6 %",
+    74: "chunks are a chain: the second rank begins where the first one ends",
     79: "similarities go to memory and are read three times; a shard is copied where its rows begin at odd addresses",
+    80: "logits are read seven times; a kernel that reads them four times took as long",
     81: "overlaps are counted behind a barrier, and masks are written as float32, four times the bytes that come",
+    **dict.fromkeys((82, 83, 84), "candidates are counted more slowly than logits are read; bulk copies ahead of the count made it slower"),
+    85: "each pass of the sort takes more than twice a copy of its bytes",
+    87: "the image is turned before the product, and the result behind it",
 }
 """What holds a kernel that is far from its bound at a production size on two H200, by problem. Written by hand."""
 NEAR, NEAR_ATTAINABLE = 0.5, 0.8

@@ -1,5 +1,6 @@
 """Tables and figures in documents come from the committed results, and say so when they do not."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,20 @@ import pytest
 from docs.build import production, sections
 from docs.build.findings import gains, rungs_table
 from docs.build.generated import stale, write
-from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, slower_lines
+from docs.build.production import (
+    NO_RUN,
+    changes_lines,
+    far_lines,
+    last_of_newest_protocol,
+    production_section,
+    public_protocol_section,
+    slower_lines,
+)
 from docs.build.published import problems_table, read_verdicts, shown
 from docs.build.sentences import below_half, figures_by_hand, headline
 from peerlane.errors import UsageError
 from peerlane.evaluate.selftest.table import load
+from peerlane.hardware.ceilings import Ceilings
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import ProblemInfo
 from peerlane.results.speed_record import NotMeasured
@@ -130,6 +140,7 @@ def test_the_table_of_problems_has_every_verdict() -> None:
 
 
 TWO_GPUS = ROOT / "results" / "h200x2" / "production_solutions.jsonl"
+CEILINGS = Ceilings.from_json(json.loads(TWO_GPUS.with_name("ceilings.json").read_text()))
 
 
 def test_the_headline_changes_with_the_results(tmp_path: Path) -> None:
@@ -138,6 +149,15 @@ def test_the_headline_changes_with_the_results(tmp_path: Path) -> None:
     newest = sum(result.timing_protocol == 2 for result in last_right(read_results(TWO_GPUS)))
     assert headline(fewer) != headline(TWO_GPUS) and f"{newest} of {newest} kernels are right" in headline(TWO_GPUS)
     assert below_half(fewer) != below_half(TWO_GPUS)
+
+
+def test_kernels_that_are_far_from_their_bounds_have_a_reason() -> None:
+    (_, head, _, *lines), whole = (
+        far_lines(last_of_newest_protocol(read_results(TWO_GPUS)), CEILINGS),
+        "kernels take at most twice the bound",
+    )
+    assert whole in head and lines and not any("not known yet" in line for line in lines)
+    assert any("10 embedding_lookup: the host works or waits for" in line for line in lines)
 
 
 def test_figures_by_hand_are_found_outside_of_sections_and_code(tmp_path: Path) -> None:
