@@ -180,7 +180,7 @@ def test_turned_rows_in_a_wrong_place_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "world_size"), [(40, 2), (41, 2), (47, 2), (47, 4)])
-def test_training_steps_are_right_where_copies_run_beside_products(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_steps_copy_beside_products(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_step, "COPIED_BYTES", 0)
     require_correct(judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=2))
     monkeypatch.setattr(training_step.Step, "copy", lambda *_: True)
