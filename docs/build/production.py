@@ -30,7 +30,7 @@ REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15
 FAR: Mapping[int, str] = {
     **dict.fromkeys((1, 5, 23), "the launch and one trip of a packet"),
     10: "ids are counted, sent and answered, with a meeting of the ranks' blocks behind each step",
-    24: "one pass, then sums of a warp, a block, a rank and all ranks, each behind the last; what takes the rest is not known",
+    24: "one pass, then sums of a warp, a block, a rank and all ranks, each behind the last. What takes the rest is not known",
     26: "the host waits for the counts",
     28: "rows are numbered, places asked for and answered before a token leaves, and tokens of other ranks are copied once more",
     29: "places are asked for and answered before a row is added up",
@@ -41,21 +41,21 @@ FAR: Mapping[int, str] = {
         (52, 53), "the largest value of all is known before the first code is made: a pass, a meeting, a pass, a barrier, a pass"
     ),
     57: "attention's gradients take longer than the model says, which counts their operations at the rate of a large product",
-    58: "logits go to memory and come back between the product and the loss; the bound has neither",
+    58: "logits go to memory and come back between the product and the loss. The bound has neither",
     61: "rows are packed, sent and unpacked, and the host waits for their number",
     62: "taps are multiplied in float32, and channels are mixed behind that",
-    63: "the host asks for sizes before the launch; a kernel that did not ask was slower",
+    63: "the host asks for sizes before the launch. A kernel that did not ask was slower",
     64: "four meetings of the ranks' blocks a hop, one behind the other",
     **dict.fromkeys((65, 66), "parts begin where other ranks say: a meeting before a row leaves"),
     68: "the host waits for the number of rows that all ranks want",
     69: "hosts tell each other their numbers of edges before the launch",
     70: "lengths are added up on all ranks before a bag leaves, and the host waits for the sizes",
-    72: "complex numbers go to memory and come back between the steps of a transform; a product with more in registers gained 6 %",
+    72: "complex numbers go to memory and come back between the steps of a transform. A product with more in registers gained 6 %",
     74: "chunks are a chain: the second rank begins where the first one ends",
-    79: "similarities go to memory and are read three times; a shard is copied where its rows begin at odd addresses",
-    80: "logits are read seven times; a kernel that reads them four times took as long",
+    79: "similarities go to memory and are read three times. A shard is copied where its rows begin at odd addresses",
+    80: "logits are read seven times. A kernel that reads them four times took as long",
     81: "overlaps are counted behind a barrier, and masks are written as float32, four times the bytes that come",
-    **dict.fromkeys((82, 83, 84), "candidates are counted more slowly than logits are read; bulk copies ahead of the count made it slower"),
+    **dict.fromkeys((82, 83, 84), "candidates are counted more slowly than logits are read. Bulk copies ahead of the count made it slower"),
     85: "each pass of the sort takes more than twice a copy of its bytes",
     87: "the image is turned before the product, and the result behind it",
 }
@@ -103,8 +103,9 @@ def far_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
         if bound / us >= NEAR or (steps is not None and sum(steps.values()) / us >= NEAR_ATTAINABLE):
             continue
         launch_us = (median(speed.candidate_launch_us or (0.0,)) - speed.copies_launch_us) / speed.calls_per_block
-        host = f"the host works or waits for {time_us(launch_us)} of {time_us(us)} us; " if launch_us >= NEAR * us else ""
-        lines.append(f"* {result.problem.id} {result.problem.slug}: {host}{FAR.get(result.problem.id, 'not known yet')}.")
+        host = f"the host works or waits for {time_us(launch_us)} of {time_us(us)} us" if launch_us >= NEAR * us else ""
+        why = ". ".join(part[0].upper() + part[1:] for part in (host, FAR.get(result.problem.id, "not known yet")) if part)
+        lines.append(f"* {result.problem.id} {result.problem.slug}: {why}.")
     near = len([result for result in results if result.speed]) - len(lines)
     return ["", f"{near} kernels take at most twice the bound, or 1.25 times what is attainable. What holds the others:", "", *lines]
 
