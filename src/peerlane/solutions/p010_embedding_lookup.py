@@ -19,36 +19,19 @@ struct Wanted { u32 row, place; };  // the place in the asker's result
 
 extern "C" __global__ void __launch_bounds__(512)
     embedding_lookup(const __grid_constant__ Arena arena, const __grid_constant__ EmbeddingLookup args) {
-    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), warp = threadIdx.x / warp_threads;
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    const auto add = [](u32 a, u32 b) { return a + b; };
     const Part part = part_of(args.count, blockIdx.x, gridDim.x);
     const auto owner_of = [&](u64 i) { return static_cast<u32>(args.ids[i] / args.rows); };
-    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE], before_own[WORLD_SIZE], asked[WORLD_SIZE];
+    __shared__ u32 next[WORLD_SIZE], total[WORLD_SIZE], before_own[WORLD_SIZE], asked[WORLD_SIZE];
 
     u32* counts = reinterpret_cast<u32*>(arena.local(args.counts));  // [block][owner]
-    u32 own[WORLD_SIZE] = {};
-    for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) {
-        const u32 owner = owner_of(i);
-#pragma unroll
-        for (u32 q = 0; q < WORLD_SIZE; ++q) own[q] += owner == q;
-    }
-#pragma unroll
-    for (u32 q = 0; q < WORLD_SIZE; ++q) {
-        const u32 sum = block_reduce(own[q], add, scratch);
-        if (threadIdx.x == 0) counts[blockIdx.x * WORLD_SIZE + q] = sum;
-    }
+    count_owners<WORLD_SIZE>(counts, part, owner_of);
     meet_blocks(peers, arena, 0, epoch);
 
-    for (u32 q = warp; q < WORLD_SIZE; q += blockDim.x / warp_threads) {
-        u32 before = 0, all = 0;
-        for (u32 b = Warp{}.thread(); b < gridDim.x; b += warp_threads) {
-            const u32 count = counts[b * WORLD_SIZE + q];
-            all += count, before += b < blockIdx.x ? count : 0;
-        }
-        before = warp_sum(before), all = warp_sum(all);
-        if (Warp{}.thread() == 0) before_own[q] = before, total[q] = all, asked[q] = counts[blockIdx.x * WORLD_SIZE + q], next[q] = 0;
-    }
+    each_owner<WORLD_SIZE>(counts, [&](u32 q, u32 before, u32 all) {
+        before_own[q] = before, total[q] = all, asked[q] = counts[blockIdx.x * WORLD_SIZE + q], next[q] = 0;
+    });
     if (!block_arrived(arena)) return;
     const auto begin_of = [&](u32 q) {  // of this block's rows of an owner, in the result
         u32 begin = before_own[q];
@@ -59,25 +42,10 @@ extern "C" __global__ void __launch_bounds__(512)
     for (u64 begin = part.first; begin < part.end; begin += blockDim.x) {
         const u64 i = begin + threadIdx.x;
         const u32 owner = i < part.end ? owner_of(i) : WORLD_SIZE;
-        u32 among = 0;  // of the warp's ids for this owner
-#pragma unroll
-        for (u32 q = 0; q < WORLD_SIZE; ++q) {
-            const u32 lanes = __ballot_sync(full_warp, owner == q);
-            if (owner == q) among = __popc(lanes & ((1u << Warp{}.thread()) - 1));
-            if (Warp{}.thread() == 0) of_warps[q][warp] = __popc(lanes);
-        }
-        __syncthreads();
-        if (owner < WORLD_SIZE) {
-            u32 slot = next[owner] + among;
-            for (u32 w = 0; w < warp; ++w) slot += of_warps[owner][w];
-            const Wanted wanted{static_cast<u32>(args.ids[i] - owner * args.rows), begin_of(owner) + slot};
-            reinterpret_cast<Wanted*>(arena.peer(owner, area_of(arena.rank)))[slot] = wanted;
-        }
-        __syncthreads();
-        if (threadIdx.x < WORLD_SIZE) {
-            for (u32 w = 0; w < blockDim.x / warp_threads; ++w) next[threadIdx.x] += of_warps[threadIdx.x][w];
-        }
-        __syncthreads();
+        const u32 slot = take_place(owner, next);
+        if (owner >= WORLD_SIZE) continue;
+        const Wanted wanted{static_cast<u32>(args.ids[i] - owner * args.rows), begin_of(owner) + slot};
+        reinterpret_cast<Wanted*>(arena.peer(owner, area_of(arena.rank)))[slot] = wanted;
     }
     if (threadIdx.x < WORLD_SIZE) {
         reinterpret_cast<u32*>(arena.peer(threadIdx.x, args.asked))[arena.rank * gridDim.x + blockIdx.x] = asked[threadIdx.x];

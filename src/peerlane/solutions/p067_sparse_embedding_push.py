@@ -18,37 +18,17 @@ using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     push_pairs(const __grid_constant__ Arena arena, const __grid_constant__ PushPairs args) {
-    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE], owners[THREADS], places[THREADS];
+    __shared__ u32 next[WORLD_SIZE], total[WORLD_SIZE], owners[THREADS], places[THREADS];
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
-    const u32 warp = threadIdx.x / warp_threads, warps = blockDim.x / warp_threads;
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    const auto add = [](u32 a, u32 b) { return a + b; };
     const Part part = part_of(args.count, blockIdx.x, gridDim.x);
     const ID_TYPE* ids = reinterpret_cast<const ID_TYPE*>(args.ids);
     const auto owner_of = [&](u64 i) { return static_cast<u32>(static_cast<u64>(ids[i]) % WORLD_SIZE); };
 
     u32* counts = reinterpret_cast<u32*>(arena.local(args.counts));  // [block][owner]
-    u32 own[WORLD_SIZE] = {};
-    for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) {
-        const u32 owner = owner_of(i);
-#pragma unroll
-        for (u32 q = 0; q < WORLD_SIZE; ++q) own[q] += owner == q;
-    }
-#pragma unroll
-    for (u32 q = 0; q < WORLD_SIZE; ++q) {
-        const u32 sum = block_reduce(own[q], add, scratch);
-        if (threadIdx.x == 0) counts[blockIdx.x * WORLD_SIZE + q] = sum;
-    }
+    count_owners<WORLD_SIZE>(counts, part, owner_of);
     meet_blocks(peers, arena, 0, epoch);
-    for (u32 q = warp; q < WORLD_SIZE; q += warps) {
-        u32 before = 0, all = 0;
-        for (u32 b = Warp{}.thread(); b < gridDim.x; b += warp_threads) {
-            const u32 count = counts[b * WORLD_SIZE + q];
-            all += count, before += b < blockIdx.x ? count : 0;
-        }
-        before = warp_sum(before), all = warp_sum(all);
-        if (Warp{}.thread() == 0) next[q] = before, total[q] = all;
-    }
+    each_owner<WORLD_SIZE>(counts, [&](u32 q, u32 before, u32 all) { next[q] = before, total[q] = all; });
     __syncthreads();
 
     if (blockIdx.x == 0) {
@@ -79,24 +59,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (u64 begin = arrived && most <= args.capacity ? part.first : part.end; begin < part.end; begin += blockDim.x) {
         const u64 i = begin + threadIdx.x;
         const u32 owner = i < part.end ? owner_of(i) : WORLD_SIZE;
-        u32 among = 0;  // of the warp's pairs for this owner
-#pragma unroll
-        for (u32 q = 0; q < WORLD_SIZE; ++q) {
-            const u32 lanes = __ballot_sync(full_warp, owner == q);
-            if (owner == q) among = __popc(lanes & ((1u << Warp{}.thread()) - 1));
-            if (Warp{}.thread() == 0) of_warps[q][warp] = __popc(lanes);
-        }
-        __syncthreads();
+        const u32 place = take_place(owner, next);
         if (owner < WORLD_SIZE) {
-            u32 place = next[owner] + among;
-            for (u32 w = 0; w < warp; ++w) place += of_warps[owner][w];
             owners[threadIdx.x] = owner, places[threadIdx.x] = place;
             reinterpret_cast<ID_TYPE*>(arena.peer(owner, args.out_ids))[place] = ids[i];
         }
         __syncthreads();
-        if (threadIdx.x < WORLD_SIZE) {
-            for (u32 w = 0; w < warps; ++w) next[threadIdx.x] += of_warps[threadIdx.x][w];
-        }
         const auto from = [&](u32 r) { return args.rows + (begin + r) * args.row_bytes; };
         const auto to = [&](u32 r) { return arena.peer(owners[r], args.out) + u64(places[r]) * args.row_bytes; };
         const u32 count = static_cast<u32>(min(u64(blockDim.x), part.end - begin));

@@ -30,6 +30,62 @@ __device__ inline void meet_ranks(const Peers<W>& peers, const Arena& arena, u32
     for (int k = 0; k < W; ++k) peers.wait_slots(rank_after<W>(arena.rank, k), slots, gridDim.x, epoch);
 }
 
+// Counts a block's stretch of items by owner, in `counts` (u32[blocks][W], local). By all threads of all blocks.
+template <int W, class OwnerOf>
+__device__ inline void count_owners(u32* counts, const Part& part, const OwnerOf& owner_of) {
+    __shared__ u32 scratch[32];
+    u32 own[W] = {};
+    for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) {
+        const u32 owner = owner_of(i);
+#pragma unroll
+        for (u32 q = 0; q < W; ++q) own[q] += owner == q;
+    }
+#pragma unroll
+    for (u32 q = 0; q < W; ++q) {
+        const u32 sum = block_reduce(own[q], [](u32 a, u32 b) { return a + b; }, scratch);
+        if (threadIdx.x == 0) counts[blockIdx.x * W + q] = sum;
+    }
+}
+
+// use(owner, items of lower blocks, items of all blocks), by one thread for each owner, when all blocks have counted.
+template <int W, class Use>
+__device__ inline void each_owner(const u32* counts, const Use& use) {
+    for (u32 q = threadIdx.x / warp_threads; q < W; q += blockDim.x / warp_threads) {
+        u32 before = 0, all = 0;
+        for (u32 b = Warp{}.thread(); b < gridDim.x; b += warp_threads) {
+            const u32 count = counts[b * W + q];
+            all += count, before += b < blockIdx.x ? count : 0;
+        }
+        before = warp_sum(before), all = warp_sum(all);
+        if (Warp{}.thread() == 0) use(q, before, all);
+    }
+}
+
+// The place of this thread's item among its owner's, of which `next`, in shared memory, says the next one free; owner W: no item. By a block.
+template <int W>
+__device__ inline u32 take_place(u32 owner, u32 (&next)[W]) {
+    __shared__ u32 of_warps[W][32];
+    const u32 warp = threadIdx.x / warp_threads;
+    u32 place = 0;  // among the warp's items of this owner
+#pragma unroll
+    for (u32 q = 0; q < W; ++q) {
+        const u32 lanes = __ballot_sync(full_warp, owner == q);
+        if (owner == q) place = __popc(lanes & ((1u << Warp{}.thread()) - 1));
+        if (Warp{}.thread() == 0) of_warps[q][warp] = __popc(lanes);
+    }
+    __syncthreads();
+    if (owner < W) {
+        place += next[owner];
+        for (u32 w = 0; w < warp; ++w) place += of_warps[owner][w];
+    }
+    __syncthreads();
+    if (threadIdx.x < W) {
+        for (u32 w = 0; w < blockDim.x / warp_threads; ++w) next[threadIdx.x] += of_warps[threadIdx.x][w];
+    }
+    __syncthreads();
+    return place;
+}
+
 // The numbers of the rows. Block b counts experts b, b + grid, ...; `counts` (u32[experts]) is local memory.
 template <class Map>
 struct RowNumbers {
