@@ -1,6 +1,6 @@
 """Times the kit's collectives, fused kernels and matrix product beside NCCL, cuBLAS and torch's fused operators, as replayed CUDA graphs.
 
-    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
+    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|ways|fused|product [--world 2] [--out FILE]
 
 One process per GPU. A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the
 size of the error. What is published comes from `peerlane eval`, which generates inputs anew and compares every answer. Times are the
@@ -19,11 +19,15 @@ import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 from harness import BF16, Call, Row, run_on_shared_gpus, script
 
 from peerlane.device import Communicator, communicator, group_of
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.plans import Plan
 from peerlane.device.products import gemm
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
 SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
 """Bytes of the tensor that every rank has at first."""
+WAYS = ("all_reduce_one_shot", "all_reduce_two_shot", plans.STAGED, "all_reduce_relay")
+WAYS_SIZES = tuple(1 << power for power in range(20, 27))
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 PORT_GBPS = 375.0
 """What a port takes in at most, by `peerlane doctor --measure` on 2x H200; for the bound of the fused kernels."""
@@ -63,6 +67,42 @@ def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
         for name, (ours, nccl) in collective_calls(kit, rank, world, size).items():
             ours_us, nccl_us = microseconds(ours, nccl, count=calls)
             yield {"op": name, "bytes": size, "ours_us": ours_us, "nccl_us": nccl_us, "ratio": round(nccl_us / ours_us, 2)}
+
+
+def ways(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    """All-reduces by every kernel that can take the size, whatever the plan says, beside NCCL and torch's two trips."""
+    planned, plans.STAGED_LIMIT_BYTES = plans.all_reduce, max(WAYS_SIZES)
+    kits = {way: communicator() if way == WAYS[0] else Communicator() for way in WAYS}
+    machine = kits[WAYS[0]].machine
+    room = plans._room(machine)
+
+    def plan_of(way: str, nbytes: int) -> Plan | None:
+        packets = plans._packets(nbytes)
+        if way == "all_reduce_one_shot":
+            return Plan(way, *plans._spread(packets, machine)) if packets <= room else None
+        if way == "all_reduce_two_shot":
+            return plans._by_packets(way, -(-packets // world), room // 2, machine)
+        if way == plans.STAGED:
+            return Plan(way, machine.sm_count, 512) if machine.staged_bytes else None
+        return plans._ring(way, machine)
+
+    for nbytes in WAYS_SIZES:
+        x, out = (torch.ones(nbytes // BF16.itemsize, device="cuda", dtype=BF16) for _ in range(2))
+        shared = torch.distributed._symmetric_memory.empty(x.numel(), dtype=BF16, device="cuda").zero_()
+        torch.distributed._symmetric_memory.rendezvous(shared, dist.group.WORLD)
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        calls: dict[str, Call] = {"nccl": lambda: dist.all_reduce(out)}  # noqa: B023
+        calls["torch two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
+        wrong = 0
+        for way, kit in kits.items():
+            if (plan := plan_of(way, nbytes)) is not None:
+                plans.all_reduce = lambda *_, plan=plan, **__: plan  # type: ignore[assignment]
+                calls[way] = lambda kit=kit: kit.all_reduce(x, out)  # type: ignore[misc] # noqa: B023
+                calls[way]()
+                wrong += int((out != world).sum())
+        plans.all_reduce = planned
+        us = harness.microseconds(calls, max(10, min(100, (1 << 31) // nbytes)), start_delay=400_000, device="cuda")
+        yield {"op": "all_reduce", "bytes": nbytes, "us": us, "plan": planned(nbytes, machine).kernel, "wrong": wrong}
 
 
 @dataclass(frozen=True)
@@ -180,7 +220,7 @@ def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
         }
 
 
-BENCHES = {"collectives": collectives, "fused": fused, "product": product}
+BENCHES = {"collectives": collectives, "ways": ways, "fused": fused, "product": product}
 
 
 def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:

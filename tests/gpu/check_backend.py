@@ -7,8 +7,8 @@ Ranks share GPUs through an MPS daemon of the script's own where the machine has
 operation runs blocking, asynchronously and as a replayed CUDA graph, with new contents each time; graphs take three dtypes: one that the
 kit sums, one that NCCL sums, one that is only moved. ``--reductions`` checks only what reduces: SUM, AVG, PREMUL_SUM, MAX and MIN. Then
 FSDP2 and DDP take three steps each, whose gradients must have been reduced by the kit alone. The table gives the time of a call on the
-slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first. Exits with 1 if
-an answer was wrong, with 3 at the time limit, which ends all ranks.
+slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first; an
+``asynchronous`` call is waited for at once. Exits with 1 if an answer was wrong, with 3 at the time limit, which ends all ranks.
 """
 
 import argparse
@@ -337,7 +337,7 @@ def check_training(at: Ranks) -> Iterator[Row]:
         yield {"training": name, "calls": [vars(entry) for entry in backend.counts()], "wrong": len(elsewhere) + (not moved)}
 
 
-def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Callable[[], Any]]:
+def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Call]:
     """The eight collectives on ``group``."""
     world, count = at.world, max(at.world, nbytes // 2)
     mine, whole = (
@@ -347,14 +347,14 @@ def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Callable[[], An
     shard, other = mine.new_zeros(count // world), torch.zeros_like(mine)
     parts, wholes = (list(mine.chunk(world)), list(whole.chunk(world))) if at.rank == 0 else (None, None)
     return {
-        "all_reduce": lambda: dist.all_reduce(other, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, mine, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, mine, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, mine, group=group),
-        "broadcast": lambda: dist.broadcast(other, 0, group=group),
-        "reduce": lambda: dist.reduce(other, 0, group=group),
-        "gather": lambda: dist.gather(mine, wholes, 0, group=group),
-        "scatter": lambda: dist.scatter(shard, parts, 0, group=group),
+        "all_reduce": lambda later: finish(dist.all_reduce(other, group=group, async_op=later)),
+        "all_gather": lambda later: finish(dist.all_gather_into_tensor(whole, mine, group=group, async_op=later)),
+        "reduce_scatter": lambda later: finish(dist.reduce_scatter_tensor(shard, mine, group=group, async_op=later)),
+        "all_to_all": lambda later: finish(dist.all_to_all_single(other, mine, group=group, async_op=later)),
+        "broadcast": lambda later: finish(dist.broadcast(other, 0, group=group, async_op=later)),
+        "reduce": lambda later: finish(dist.reduce(other, 0, group=group, async_op=later)),
+        "gather": lambda later: finish(dist.gather(mine, wholes, 0, group=group, async_op=later)),
+        "scatter": lambda later: finish(dist.scatter(shard, parts, 0, group=group, async_op=later)),
     }
 
 
@@ -442,11 +442,16 @@ def bench(at: Ranks, plain: Any) -> Iterator[Row]:
                 symmetric = {}
                 yield {"note": f"no symmetric memory of {nbytes} bytes: {problem}"}
         for collective, call in kit.items():
-            for mode in ("eager", "graph") if cuda else ("eager",):
+            for mode in ("eager", "asynchronous", "graph") if cuda else ("eager", "asynchronous"):
                 if not at.time_left():
                     yield {"note": f"not run from {collective} of {nbytes} bytes on: the time limit"}
                     return
-                sides = {"peerlane": call, "nccl" if cuda else "gloo": library[collective], **symmetric.get(collective, {})}
+                later = mode == "asynchronous"
+                sides = {
+                    "peerlane": functools.partial(call, later),
+                    "nccl" if cuda else "gloo": functools.partial(library[collective], later),
+                }
+                sides |= {} if later else symmetric.get(collective, {})
                 times = {side: microseconds(at, run, mode) for side, run in sides.items()}
                 yield {"operation": collective, "bytes": nbytes, "mode": mode, **times}
 
