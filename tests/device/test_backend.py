@@ -129,7 +129,15 @@ def test_collectives_form_one_chain_whatever_their_streams(machine: Machine) -> 
             assert f"call {number}" in machine.current.before
     for number in range(len(plan)):
         assert seen[f"call {number}"] >= {f"producer {number}", *(f"call {earlier}" for earlier in range(number))}
-    assert tensor.kept_for == [machine.side] * 3  # memory of asynchronous calls is not reused too early
+    assert tensor.kept_for == []  # the works hold it until a stream has waited
+
+
+def test_memory_of_a_dropped_asynchronous_call_is_kept(machine: Machine) -> None:
+    order_of_calls, dropped, waited = ordering.CudaLane(torch.device("cpu")), Tensor(), Tensor()
+    order_of_calls.run(machine.call("dropped", {}), [dropped], asynchronous=True)  # type: ignore[list-item]
+    order_of_calls.run_beside(machine.call("a message", {}), [dropped], ["key"])  # type: ignore[list-item]
+    order_of_calls.run(machine.call("waited for", {}), [waited], asynchronous=True).wait()  # type: ignore[list-item]
+    assert len(dropped.kept_for) == 2 and waited.kept_for == []
 
 
 def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:
@@ -211,7 +219,7 @@ def test_captured_messages_run_as_one_behind_their_calls(machine: Machine) -> No
         assert works[1].wait() and works[0].wait()
         assert machine.current.before == {"producer 0", "producer 1", "meanwhile 0", "messages"}
     assert started == [[transfer(0), transfer(1)]] and seen["messages"] == {"producer 0", "producer 1"}
-    assert [tensor.kept_for for tensor in tensors] == [[machine.side]] * 2
+    assert [tensor.kept_for for tensor in tensors] == [[]] * 2
 
 
 def test_captured_messages_without_a_wait_are_an_error(machine: Machine) -> None:

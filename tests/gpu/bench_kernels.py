@@ -71,9 +71,12 @@ def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
 
 def ways(rank: int, world: int) -> Iterator[dict[str, Any]]:
     """All-reduces by every kernel that can take the size, whatever the plan says, beside NCCL and torch's two trips."""
-    planned, plans.STAGED_LIMIT_BYTES = plans.all_reduce, max(WAYS_SIZES)
+    planned, limit, plans.STAGED_LIMIT_BYTES = plans.all_reduce, plans.STAGED_LIMIT_BYTES, max(WAYS_SIZES)
     kits = {way: communicator() if way == WAYS[0] else Communicator() for way in WAYS}
     machine = kits[WAYS[0]].machine
+    if machine.staged_bytes:
+        kits[plans.STAGED]._stage()
+    plans.STAGED_LIMIT_BYTES = limit
     room = plans._room(machine)
 
     def plan_of(way: str, nbytes: int) -> Plan | None:

@@ -163,7 +163,6 @@ def test_on_a_gpu_copies_take_what_a_graph_takes_and_in_eager_mode_no_more_than_
     assert "graph" in LOG
 
 
-
 def test_a_block_of_the_public_protocol_uses_all_slots_in_turn_and_copies_nothing() -> None:
     inputs, outputs = slots_of(3)
     block = timed_block.make_block("eager", solution, inputs, outputs, CPU, BlockPlan(5, (), warm_up=4))

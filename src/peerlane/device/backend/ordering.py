@@ -59,14 +59,25 @@ class FinishedWork(Work):
 
 
 class StreamWork(FinishedWork):
-    """A call that runs on ``stream`` until ``end``. ``wait`` makes the caller's stream wait, not the host."""
+    """A call that runs on ``stream`` until ``end``. ``wait`` makes the caller's stream wait, not the host.
+
+    It holds the call's tensors, as NCCL's work does, so that their memory is not used again too early. One that is dropped before a stream
+    has waited for it has the allocator look after them, which costs more and keeps memory for longer."""
+
+    _waited = False
 
     def __init__(self, stream: torch.cuda.Stream, end: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(tensors)
         self._stream, self._end = stream, end
 
+    def __del__(self) -> None:
+        if not self._waited:
+            for tensor in self._tensors:
+                tensor.record_stream(self._stream)
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         _current(self._stream.device_index).wait_event(self._end)
+        self._waited = True
         return super().wait(timeout)
 
     def finish(self) -> None:
@@ -177,10 +188,7 @@ class CudaLane:
             call()
         finally:
             _enter(current)
-        end = side.record_event()
-        for tensor in tensors:
-            tensor.record_stream(side)
-        return StreamWork(side, end, tensors)
+        return StreamWork(side, side.record_event(), tensors)
 
     def run_beside(
         self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
@@ -207,8 +215,6 @@ class CudaLane:
                 if not capture and len(self._ends) > _MOST_ENDS:  # tags may count up
                     self._ends = {key: (known, 0) for key, (known, within) in self._ends.items() if not within and not known.query()}  # type: ignore[no-untyped-call]
                 self._ends |= dict.fromkeys(keys, (end, capture))
-            for tensor in tensors:
-                tensor.record_stream(side)
             return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:

@@ -128,7 +128,6 @@ class PairedRounds(Rounds):
             answers = self.runner.trusted.time_copies()
             self.copies_us = max(answer.copies_us for answer in answers)
             self.copies_launch_us = min(answer.launch_us for answer in answers)
-            self.runner.trusted.undo_swaps()
 
     def _draw(self, swaps: int) -> None:
         self._plan, self._rounds_since = draw_plan(self.calls, self.runner.alike, swaps), 0
