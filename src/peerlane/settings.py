@@ -381,7 +381,7 @@ class TimingRules:
     slowdown_limit: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.15, "graph": 0.05})
     """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01
-    """The half width of the group offset below which the speedup is corrected for it: a rough estimate would add noise."""
+    """The half width of the group offset below which the speedup is corrected for it on virtual nodes: a rough estimate would add noise."""
 
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)

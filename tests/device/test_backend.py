@@ -33,7 +33,9 @@ class Stream:
         self.wait_event(other.record_event())
 
     def record_event(self, event: Any = None) -> Any:
-        return SimpleNamespace(before=set(self.before), capture=self.capture, query=lambda: True)
+        event = event or SimpleNamespace(query=lambda: True)
+        event.before, event.capture = set(self.before), self.capture
+        return event
 
     def wait_event(self, event: Any) -> None:
         assert event.capture == self.capture or self.capture == 0, "an event of another capture"
@@ -136,8 +138,12 @@ def test_memory_of_a_dropped_asynchronous_call_is_kept(machine: Machine) -> None
     order_of_calls, dropped, waited = ordering.CudaLane(torch.device("cpu")), Tensor(), Tensor()
     order_of_calls.run(machine.call("dropped", {}), [dropped], asynchronous=True)  # type: ignore[list-item]
     order_of_calls.run_beside(machine.call("a message", {}), [dropped], ["key"])  # type: ignore[list-item]
-    order_of_calls.run(machine.call("waited for", {}), [waited], asynchronous=True).wait()  # type: ignore[list-item]
-    assert len(dropped.kept_for) == 2 and waited.kept_for == []
+    (end,) = order_of_calls._spare
+    work = order_of_calls.run(machine.call("waited for", {}), [waited], asynchronous=True)  # type: ignore[list-item]
+    assert work._end is end and not order_of_calls._spare, "an event serves again once its work is gone"  # type: ignore[attr-defined]
+    work.wait()
+    del work
+    assert len(dropped.kept_for) == 2 and waited.kept_for == [] and [*order_of_calls._spare] == [end]
 
 
 def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:

@@ -59,7 +59,7 @@ class World:
 
     problem = problems.get(1)
     case = problem.cases("small", 2)[0]
-    session = types.SimpleNamespace(deadlines=Deadlines(), suspect_trusted=lambda: None)
+    session = types.SimpleNamespace(deadlines=Deadlines(), suspect_trusted=lambda: None, place=types.SimpleNamespace(shares_gpus=False))
 
     def deadline(self, seconds: float, calls: int = 1) -> float:
         return max(seconds, calls * self.reference_us * 50e-6)
@@ -259,6 +259,23 @@ def test_a_candidate_that_slows_the_reference_down_is_flagged_and_not_faster(mod
     speed = measure(clock, mode, beside=1.5)
     assert speed.speedup.median == pytest.approx(seen, abs=0.03) and speed.flags == ("slower_reference",) and not speed.faster
     assert speed.reference_slowdown == pytest.approx(1.5, rel=0.03)
+
+
+@pytest.mark.parametrize(("shares_gpus", "speedup"), [(True, 2.0), (False, 1.8)])
+def test_the_group_offset_corrects_speeds_of_virtual_nodes(shares_gpus: bool, speedup: float) -> None:
+    runner: Any = types.SimpleNamespace(session=types.SimpleNamespace(place=types.SimpleNamespace(shares_gpus=shares_gpus)))
+    benchmark = Benchmark(runner, ("graph",), TimingRules(), None, (), 0.0)
+
+    def rounds(reference_us: float, other_us: float) -> paired_rounds.PairedRounds:
+        made = paired_rounds.PairedRounds(runner=runner, mode="graph", side="candidate", rules=benchmark.rules, calls=1)
+        made.references, made.others = ([BlockTimes(us, us)] * 9 for us in (reference_us, other_us))
+        return made
+
+    benchmark.baselines["graph"], benchmark.measured["graph"] = rounds(900.0, 1000.0), rounds(900.0, 500.0)
+    found = benchmark.record("graph")
+    assert found.speedup.median == pytest.approx(speedup) and found.group_offset == pytest.approx(0.9)
+    assert found.group_offset_applied is shares_gpus
+    assert found.faster and found.noise_floor == pytest.approx(0.015 if shares_gpus else 0.1)
 
 
 def test_timing_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do(clock: list[World]) -> None:

@@ -5,6 +5,7 @@ all collectives of a process form one lane, in the order of their calls, with th
 NCCL backend, a blocking call runs on the caller's stream and an asynchronous one on a stream of the backend's own.
 """
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -59,18 +60,27 @@ class FinishedWork(Work):
 
 
 class StreamWork(FinishedWork):
-    """A call that runs on ``stream`` until ``end``. ``wait`` makes the caller's stream wait, not the host.
+    """A call that runs on ``stream`` until ``end``. ``wait`` makes the caller's stream wait, not the host. ``spare`` gets ``end``
+    when nobody can wait for it any more.
 
     It holds the call's tensors, as NCCL's work does, so that their memory is not used again too early. One that is dropped before a stream
     has waited for it has the allocator look after them, which costs more and keeps memory for longer."""
 
     _waited = False
 
-    def __init__(self, stream: torch.cuda.Stream, end: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        end: torch.cuda.Event,
+        tensors: Sequence[torch.Tensor],
+        spare: "deque[torch.cuda.Event] | None" = None,
+    ) -> None:
         super().__init__(tensors)
-        self._stream, self._end = stream, end
+        self._stream, self._end, self._spare = stream, end, spare
 
     def __del__(self) -> None:
+        if self._spare is not None:
+            self._spare.append(self._end)
         if not self._waited:
             for tensor in self._tensors:
                 tensor.record_stream(self._stream)
@@ -160,6 +170,8 @@ class CudaLane:
         self._side: torch.cuda.Stream | None = None
         self._point: Any = None
         """behind what the caller's stream had at the last asynchronous call; one event for all times"""
+        self._spare: deque[torch.cuda.Event] = deque(maxlen=_MOST_ENDS)
+        """events of works that are gone: a new one costs as much as a launch"""
         self._beside: list[torch.cuda.Stream] = []
         self._turn = 0
         self._ends: dict[Hashable, tuple[torch.cuda.Event, int]] = {}
@@ -183,12 +195,13 @@ class CudaLane:
         with self.lock:  # another thread may record the same event
             self._point = current.record_event(self._point)
             side.wait_event(self._point)
+            end = self._spare.pop() if self._spare else None
         _enter(side)  # torch's context asks for the current stream twice more
         try:
             call()
         finally:
             _enter(current)
-        return StreamWork(side, side.record_event(), tensors)
+        return StreamWork(side, side.record_event(end), tensors, self._spare)
 
     def run_beside(
         self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from peerlane.evaluate.audit.recorder import collectives
 from peerlane.evaluate.memory.output_copies import OutputCopies
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned, waited_for
-from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all
+from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all, zeros
 from peerlane.evaluate.wire import BlockPlan, BlockRun
 from peerlane.problems.contract.tree import Tree, leaves, map_leaves
 
@@ -44,12 +44,15 @@ class Block(abc.ABC):
     captured_collectives = 0
     """what process groups counted while the calls were captured"""
     in_graphs = False
+    barrier_bytes = 4 << 20
+    """Ranks meet in an all-reduce of this size, so that every link is awake. After a pause between blocks, the first bytes over a link wait
+    for about 100 us."""
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
         self._swappers = inputs.swappers(plan.swaps)
         self._copies = OutputCopies(outputs, device)
-        self._barrier = torch.zeros(1, device=device)
+        self._barrier = zeros(self.barrier_bytes) if device.type == "cuda" else torch.zeros(1)
         self._kept: list[Any] = []
         self._start, self._end = (_Event(enable_timing=True, external=self.in_graphs) for _ in range(2))  # type: ignore[no-untyped-call]
 
@@ -147,6 +150,8 @@ class GraphBlock(Block):
     """
 
     in_graphs, calls_per_graph = True, 16
+    barrier_bytes = 64 << 20
+    """The device takes about as long for it as the host for the launch of the graphs: no rank is early then, and no link rests again."""
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         super().__init__(solution, inputs, outputs, device, plan)

@@ -36,11 +36,16 @@ def evict() -> None:
     _fill(_filler(), 0)
 
 
+def zeros(most_bytes: int) -> torch.Tensor:
+    """Returns a part of what :func:`evict` writes, of so many bytes at most: they are zeros, of no use to any call."""
+    return _filler()[: most_bytes // 4 * 4].view(torch.float32)
+
+
 @functools.cache
 def _filler() -> torch.Tensor:
     """Returns the tensor that is written for that; made by the first block, which runs before candidate code is loaded."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return torch.empty(_L2_MULTIPLE * l2_bytes, dtype=torch.uint8, device="cuda")
+    return torch.zeros(_L2_MULTIPLE * l2_bytes, dtype=torch.uint8, device="cuda")
 
 
 @functools.cache
