@@ -10,6 +10,21 @@ from docs.build.tables import Row, by_operation, measured, read_rows, table, tim
 _OF_TORCH = ", ".join(f"torch {name}_us" for name in ("one_shot", "two_shot", "low_contention"))
 backend_table = partial(by_operation, operation="operation", figures=f"peerlane_us / nccl_us / {_OF_TORCH}")
 collectives_table = partial(by_operation, operation="op", figures="ours_us / nccl_us")
+_WAYS = {"one trip": "all_reduce_one_shot", "two trips": "all_reduce_two_shot", "staged": "all_reduce_staged", "ring": "all_reduce_relay"}
+
+
+def _way(name: str) -> Callable[[Row], str]:
+    return lambda row: f"**{time_us(row['us'][name])}**" if name == row["plan"] else time_us(row["us"][name]) if name in row["us"] else "-"
+
+
+ways_table = partial(
+    measured,
+    key="bytes",
+    columns={
+        "size": "bytes",
+        **{title: _way(name) for title, name in {**_WAYS, "NCCL": "nccl", "torch two shots": "torch two_shot"}.items()},
+    },
+)
 _KERNELS = {
     "gemm_rs": "GEMM + reduce-scatter",
     "ag_gemm": "all-gather + GEMM",
@@ -137,16 +152,13 @@ def _serving(side: str) -> Callable[[Row], str]:
     return lambda row: time_us(row["microseconds"][side])
 
 
+serving_table = partial(
+    measured,
+    key="tokens",
+    bench="serving",
+    columns={"tokens": "tokens", **{title: _serving(side) for title, side in _SERVING.items()}},
+)
 ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
-    "serving": (
-        "h200x1/serving.jsonl",
-        partial(
-            measured,
-            key="tokens",
-            bench="serving",
-            columns={"tokens": "tokens", **{title: _serving(side) for title, side in _SERVING.items()}},
-        ),
-    ),
     "product": (
         "h200x1/layers_product.jsonl",
         partial(

@@ -32,7 +32,9 @@ from docs.build.kernels import (
     fused_table,
     layers_table,
     product_table,
+    serving_table,
     training_table,
+    ways_table,
 )
 from docs.build.operators import operators_table
 from docs.build.production import production_section, public_protocol_section
@@ -76,6 +78,7 @@ _REPEATED = {
     "third": "h100x1/references_third.jsonl",
     "virtual node": "h100x1/virtual_references.jsonl",
     "two H200": "h200x2/references_present.jsonl",
+    "two H200, links awake": "h200x2/protocol2_references.jsonl",
 }
 """Runs of the references as their own candidates, and their files."""
 
@@ -194,11 +197,14 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", partial(backend_table, mode="graph")),
     "backend_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="graph")),
     "backend_eager_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="eager")),
+    "backend_async_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="asynchronous")),
+    "all_reduce_ways_of_two_h200": (TWO_GPUS / "all_reduce_ways.json", ways_table),
+    "serving": (TWO_GPUS / "serving.jsonl", serving_table),
     **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", layers_table(part)) for part in _ON_H100},
     **{f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", layers_table(part)) for part in LAYERS if part not in _ON_H100},
     **{f"{name}_of_one": (RESULTS / file, show) for name, (file, show) in ON_ONE_GPU.items()},
     "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_table),
-    "batch_invariance": (ONE_GPU / "batch_invariance.jsonl", batch_invariance_table),
+    "batch_invariance": (TWO_GPUS / "batch_invariance.jsonl", batch_invariance_table),
     "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "headline": (TWO_GPUS / "production_solutions.jsonl", headline),
