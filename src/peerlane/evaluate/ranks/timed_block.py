@@ -45,8 +45,8 @@ class Block(abc.ABC):
     """what process groups counted while the calls were captured"""
     in_graphs = False
     barrier_bytes = 4 << 20
-    """Ranks meet in an all-reduce of this size, so that every link is awake. After a pause between blocks, the first bytes over a link wait
-    for about 100 us."""
+    """Ranks meet in an all-reduce of this size. After a pause, small collectives of the first calls take 100 us longer, or a multiple, until
+    every link has carried bytes (results/h200x2/first_calls.txt)."""
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
@@ -151,7 +151,7 @@ class GraphBlock(Block):
 
     in_graphs, calls_per_graph = True, 16
     barrier_bytes = 64 << 20
-    """The device takes about as long for it as the host for the launch of the graphs: no rank is early then, and no link rests again."""
+    """It takes the device about as long as the host takes to launch the graphs: no rank is early then, and no pause follows."""
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         super().__init__(solution, inputs, outputs, device, plan)
