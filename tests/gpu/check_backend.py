@@ -28,7 +28,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-from harness import FP8, Row, device_us, meet, replay, run_on_shared_gpus, script, sharing
+from harness import FP8, Row, device_us, in_symmetric_memory, meet, replay, run_on_shared_gpus, script, sharing
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
@@ -358,14 +358,10 @@ def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Call]:
     }
 
 
-def symmetric_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, dict[str, Callable[[], Any]]]:
+def symmetric_calls(at: Ranks, nbytes: int) -> dict[str, dict[str, Callable[[], Any]]]:
     """torch's symmetric-memory operators, by collective and name; none of them uses multicast."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    name, operators = group.group_name, torch.ops.symm_mem
-    buffer = symmetric.empty(nbytes // 2, dtype=torch.bfloat16, device=at.device)
-    buffer.zero_()
-    symmetric.rendezvous(buffer, name)
+    operators = torch.ops.symm_mem
+    buffer, name = in_symmetric_memory(torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=at.device))
     waited = torch.ops._c10d_functional.wait_tensor  # they run on streams of their own
     return {
         "all_reduce": {
@@ -435,7 +431,7 @@ def bench(at: Ranks, plain: Any) -> Iterator[Row]:
         if cuda:
             problem = ""
             try:
-                symmetric = symmetric_calls(at, dist.group.WORLD, nbytes)
+                symmetric = symmetric_calls(at, nbytes)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             if problem := next(filter(None, at.agree(problem)), ""):
