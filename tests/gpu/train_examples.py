@@ -28,30 +28,22 @@ NAMES = ("ddp", "fsdp2", "tensor_parallel", "decode")
 
 def run(name: str, options: argparse.Namespace, environment: dict[str, str]) -> bool:
     """Runs an example on all ranks, stores its numbers and tells whether it ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        numbers = Path(folder) / "numbers.json"
-        good = run_ranks(name, options, environment, numbers)
+        numbers, start = Path(folder) / "numbers.json", time.monotonic()
+        command += [str(FOLDER / f"{name}.py"), "--json", str(numbers)]
+        command += [part for key in ("model", "steps", "compiler") for part in (f"--{key}", str(getattr(options, key)))]
+        with subprocess.Popen(command, env=os.environ | environment) as launcher:
+            try:
+                launcher.wait(options.limit_s)
+            except subprocess.TimeoutExpired:
+                launcher.terminate()  # it ends the ranks
+        good = launcher.returncode == 0
+        print(f"{name}: {'good' if good else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
         if options.out is not None and numbers.exists():
             row = {"example": name, "good": good, **json.loads(numbers.read_text()), "environment": record()}
             with options.out.open("a") as out:
                 print(json.dumps(row, default=str), file=out)
-    return good
-
-
-def run_ranks(name: str, options: argparse.Namespace, environment: dict[str, str], numbers: Path) -> bool:
-    command, start = (
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)],
-        time.monotonic(),
-    )
-    command += [str(FOLDER / f"{name}.py"), "--json", str(numbers)]
-    command += [part for key in ("model", "steps", "compiler") for part in (f"--{key}", str(getattr(options, key)))]
-    with subprocess.Popen(command, env=os.environ | environment) as launcher:
-        try:
-            launcher.wait(options.limit_s)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()  # it ends the ranks
-    good = launcher.returncode == 0
-    print(f"{name}: {'good' if good else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
     return good
 
 
