@@ -66,14 +66,12 @@ def read_evidence(root: Path) -> Evidence:
 
 def reference_times(result: Result) -> Iterator[ReferenceTime]:
     """Returns the times of a reference that was its own candidate: one for every launch mode that was timed."""
-    for mode in result.modes:
-        if (speed := result.speed_in(mode)) is None:
-            continue
+    for speed in result.speeds:
         bound = next((item for item in speed.utilisation if item.ceilings == "measured"), *speed.utilisation[:1])
         yield ReferenceTime(
             preset=result.preset,
             world_size=result.world_size,
-            mode=mode,
+            mode=speed.mode,
             reference_us=speed.reference_us.median,
             bound_us=bound.bound_us,
             bound_by=bound.bound_by,
@@ -84,16 +82,14 @@ def reference_times(result: Result) -> Iterator[ReferenceTime]:
 def _solution_times(result: Result) -> Iterator[SolutionTime]:
     node = result.node
     gpu = (node.gpu or "unknown GPU").removeprefix("NVIDIA ").split()[0]
-    for mode in result.modes:
-        if (speed := result.speed_in(mode)) is None:
-            continue
+    for speed in result.speeds:
         bound = None if node.place.shares_gpus else next((item for item in speed.utilisation if item.ceilings == "datasheet"), None)
         yield SolutionTime(
             machine=f"{node.gpus}x {gpu}{', virtual node' if node.place.shares_gpus else ''}",
             virtual=node.place.shares_gpus,
             preset=result.preset,
             world_size=result.world_size,
-            mode=mode,
+            mode=speed.mode,
             reference_us=speed.reference_us.median,
             solution_us=speed.candidate_us.median,
             speedup=shown_speedup(speed),

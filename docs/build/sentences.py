@@ -58,11 +58,5 @@ def _files(root: Path) -> list[Path]:
 
 def _shares(result: Result) -> tuple[float, float] | None:
     """Returns the largest shares of the datasheet's bound that reference and candidate reach in a mode; None if nothing was timed."""
-    known = [
-        (share.reference, share.candidate)
-        for mode in result.modes
-        if (speed := result.speed_in(mode)) is not None
-        for share in speed.utilisation
-        if share.ceilings == "datasheet"
-    ]
+    known = [(share.reference, share.candidate) for speed in result.speeds for share in speed.utilisation if share.ceilings == "datasheet"]
     return (max(share for share, _ in known), max(share for _, share in known)) if known else None
