@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from peerlane.evaluate.selftest.calibrate import Calibration, read_calibrations
+from peerlane.evaluate.selftest.calibrate import read_calibrations
 from peerlane.problems.contract.count import Step
 from peerlane.report.evidence import Evidence, Measured, PublicTimes, ReferenceTime, SolutionTime
 from peerlane.report.tables import shown_speedup
@@ -45,7 +45,7 @@ def read_evidence(root: Path) -> Evidence:
             if result.candidate.backend == "reference" and result.correct:
                 results.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
     steps: dict[int, tuple[Step, ...]] = {}
-    for item in all_calibrations(root):
+    for item in (item for path in CALIBRATIONS for item in read_calibrations(root / path)):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             steps.setdefault(item.problem, item.steps)
     public = _public_times(root / PUBLIC)
@@ -107,7 +107,3 @@ def _public_times(path: Path) -> dict[int, PublicTimes]:
 
 def _results(path: Path) -> list[Result]:
     return read_results(path) if path.is_file() else []
-
-
-def all_calibrations(root: Path) -> list[Calibration]:
-    return [item for path in CALIBRATIONS for item in read_calibrations(root / path)]

@@ -73,8 +73,8 @@ def by_operation(path: Path, operation: str, figures: str, **only: Any) -> str:
 
 
 def read_rows(path: Path, **only: Any) -> list[Row]:
-    """Reads the rows of a file that hold ``only``: of one measurement, or JSON lines. Each row knows where it was measured. The time of a
-    side, as ``{"nccl": {"median_us": 1.0}}`` or ``{"us": {"nccl": 1.0}}``, is ``nccl_us`` of the row. Raises UsageError if there are none."""
+    """Reads the rows of a file that hold ``only``: of one measurement, or JSON lines. Each row knows where it was measured. A side's time,
+    as ``{"nccl": {"median_us": 1.0}}`` or ``{"us": {"nccl": 1.0}}``, is ``nccl_us`` of the row. Raises UsageError if there are none."""
     try:
         text = path.read_text(encoding="utf-8")
         document = {"rows": [json.loads(line) for line in text.splitlines()]} if path.suffix == ".jsonl" else json.loads(text)
