@@ -91,7 +91,8 @@ def read_rows(path: Path, **only: Any) -> list[Row]:
 
 def _times(row: Row) -> Row:
     medians = {name: side["median_us"] for name, side in row.items() if isinstance(side, dict) and "median_us" in side}
-    return {f"{name}_us": us for name, us in (medians | row.get("us", row.get("microseconds", {}))).items()}
+    times: Row = row.get("us") or row.get("microseconds") or {}
+    return {f"{name}_us": us for name, us in (medians | times).items()}
 
 
 def where(row: Row) -> str:

@@ -128,7 +128,7 @@ def reductions(at: Ranks, count: int, dtype: torch.dtype) -> Iterator[Operation]
         reduce = in_place(one, other, lambda t, later, op=op: dist.reduce(t, root, op, async_op=later))  # type: ignore[misc]
         yield Operation(f"all_reduce {name}", one, other, all_reduce, whole)
         yield Operation(f"reduce {name}", one, other, reduce, lambda given, whole=whole: whole(given) if rank == root else None)  # type: ignore[misc]
-        own = lambda given, whole=whole: whole(given).view(world, -1)[rank]  # type: ignore[misc]  # noqa: E731
+        own = lambda given, whole=whole: whole(given).view(world, -1)[rank]  # noqa: E731
         yield Operation(f"reduce_scatter_tensor {name}", wide, other, scatter, own)
 
 
