@@ -40,7 +40,8 @@ def below_half(path: Path) -> str:
 
 def figures_by_hand(root: Path) -> list[str]:
     """Returns a line for each sentence of :data:`PAGES` below ``root`` with a figure outside of generated sections and code."""
-    return [f"{path.relative_to(root)}:{line}: a figure by hand: {words}" for path in _files(root) for line, words in _by_hand(path)]
+    files = [file for name in PAGES for file in sorted(root.glob(name if name.endswith(".md") else f"{name}/*.md"))]
+    return [f"{path.relative_to(root)}:{line}: a figure by hand: {words}" for path in files for line, words in _by_hand(path)]
 
 
 def _by_hand(path: Path) -> Iterator[tuple[int, str]]:
@@ -50,10 +51,6 @@ def _by_hand(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         for match in _BY_HAND.finditer(line):
             yield number, line[max(0, match.start() - 30) : match.end() + 30].strip()
-
-
-def _files(root: Path) -> list[Path]:
-    return [file for name in PAGES for file in sorted(root.glob(name if name.endswith(".md") else f"{name}/*.md"))]
 
 
 def _shares(result: Result) -> tuple[float, float] | None:
