@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from xml.sax.saxutils import escape
 
 from peerlane.errors import UsageError
@@ -83,11 +84,8 @@ text { fill: #eef2f5; }
 }"""
 
 
-@dataclass(frozen=True)
-class Floor:
-    """Rooms, by the names of their modules, that import neither each other nor anything above."""
-
-    rooms: tuple[str, ...]
+Floor: TypeAlias = tuple[str, ...]
+"""Rooms, by the names of their modules, that import neither each other nor anything above."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +111,11 @@ class Box:
     width: float
 
 
-def picture(root: Path) -> dict[Path, str]:
-    """Returns path -> SVG of the picture of the checkout at ``root``."""
-    return {PICTURE: architecture(root)}
-
-
 def read_floors(contracts: str, package: str) -> tuple[Floor, ...]:
     """Returns the floors of a package, the top one first, from the text of ``pyproject.toml``; raises UsageError if it has none."""
     for contract in tomllib.loads(contracts).get("tool", {}).get("importlinter", {}).get("contracts", ()):
         if contract["type"] == "layers" and contract["containers"] == [package]:
-            return tuple(Floor(tuple(f"{package}.{name.strip()}" for name in layer.split("|"))) for layer in contract["layers"])
+            return tuple(tuple(f"{package}.{name.strip()}" for name in layer.split("|")) for layer in contract["layers"])
     raise UsageError(f"pyproject.toml has no contract of layers for {package}; expected one under tool.importlinter.contracts")
 
 
@@ -164,8 +157,8 @@ def architecture(root: Path) -> str:
 def _place(house: House, x: float, y: float, width: float) -> list[Box]:
     boxes = []
     for number, floor in enumerate(house.floors):
-        each = (width - _GAP * (len(floor.rooms) - 1)) / len(floor.rooms)
-        boxes += [Box(room, x + at * (each + _GAP), y + number * (_STOREY + _GAP), each) for at, room in enumerate(floor.rooms)]
+        each = (width - _GAP * (len(floor) - 1)) / len(floor)
+        boxes += [Box(room, x + at * (each + _GAP), y + number * (_STOREY + _GAP), each) for at, room in enumerate(floor)]
     return boxes
 
 
@@ -174,7 +167,7 @@ def _box(house: House, box: Box) -> str:
     middle = box.x + box.width / 2
     return (
         f'<rect class="{kind or "package"}" x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{_STOREY}" rx="7"/>'
-        f'<text class="name" x="{middle:g}" y="{box.y + 29:g}" text-anchor="middle">{escape(_name(box.room))}</text>'
+        f'<text class="name" x="{middle:g}" y="{box.y + 29:g}" text-anchor="middle">{escape(box.room.rpartition(".")[2])}</text>'
         f'<text class="purpose" x="{middle:g}" y="{box.y + 51:g}" text-anchor="middle">{escape(_purpose(box.room))}</text>'
     )
 
@@ -208,10 +201,6 @@ def _drop(box: Box, kit_y: float) -> str:
 
 def _title(text: str, x: float, y: float) -> str:
     return f'<text class="title" x="{x:g}" y="{y:g}">{escape(text)}</text>'
-
-
-def _name(room: str) -> str:
-    return room.rpartition(".")[2]
 
 
 def _purpose(room: str) -> str:

@@ -1,7 +1,7 @@
 """Kernels beside their references: one row a problem, both launch modes side by side, and a picture of all speedups."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
@@ -66,35 +66,28 @@ def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | No
     and the speedup; last the share of the bound that the kernel reaches in its faster mode. Columns that are the same in every row are left
     out. ``libraries``: results of candidates that call a library, the fastest of which gets a column; with None there is none.
     ``ceilings``: the rates at which the times of known algorithms are modelled, in two more columns."""
-    presets = len({result.preset for result in results}) > 1
-    per_problem = len({(result.problem.id, result.preset) for result in results}) == len(results)
-    modes = [mode for mode in MODES if any(result.speed_in(mode) is not None for result in results)]
     bounded = any(bound_us(result) is not None for result in results)
-    attainable = [] if ceilings is None else [ATTAINABLE, f"of {ATTAINABLE}"]
-    columns = [
-        "problem",
-        *([] if per_problem else ["kernel"]),
-        *(["preset"] if presets else []),
-        *(["bound"] if bounded else []),
-        *(f"{mode}: {what}" for mode in modes for what in ("reference", "kernel", "speedup")),
-        *(["of bound"] if bounded else []),
-        *attainable,
-        *([] if libraries is None else [LIBRARY]),
-    ]
-    table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset", LIBRARY})
+    columns: dict[str, Callable[[Result], str]] = {"problem": lambda result: f"{result.problem.id} {result.problem.slug}"}
+    if len({(result.problem.id, result.preset) for result in results}) < len(results):
+        columns["kernel"] = lambda result: result.candidate.name
+    if len({result.preset for result in results}) > 1:
+        columns["preset"] = lambda result: result.preset.removeprefix("production_").removeprefix("sweep_")
+    if bounded:
+        columns["bound"] = lambda result: _time(bound_us(result))
+    for mode in MODES:
+        if any(result.speed_in(mode) is not None for result in results):
+            for place, what in enumerate(("reference", "kernel", "speedup")):
+                columns[f"{mode}: {what}"] = lambda result, mode=mode, place=place: _cells(result.speed_in(mode))[place]  # type: ignore[misc]
+    if bounded:
+        columns["of bound"] = lambda result: _share(bound_us(result), result)
+    if ceilings is not None:
+        columns[ATTAINABLE] = lambda result: _time(_attained_us(result, ceilings))
+        columns[f"of {ATTAINABLE}"] = lambda result: _share(_attained_us(result, ceilings), result)
+    if libraries is not None:
+        columns[LIBRARY] = lambda result: best_library(result, libraries)
+    table = TextTable(tuple(columns), right=columns.keys() - {"problem", "kernel", "preset", LIBRARY})
     for result in sorted(results, key=lambda item: (item.problem.id, preset_order(item.preset), item.candidate.name)):
-        bound, steps = bound_us(result), None if ceilings is None else attainable_us(result, ceilings)
-        reached = None if steps is None else sum(steps.values())
-        table.add(
-            f"{result.problem.id} {result.problem.slug}",
-            *([] if per_problem else [result.candidate.name]),
-            *([_short(result.preset)] if presets else []),
-            *([_time(bound)] if bounded else []),
-            *(cell for mode in modes for cell in _cells(result.speed_in(mode))),
-            *([_share(bound, result)] if bounded else []),
-            *((_time(reached), _share(reached, result)) if attainable else ()),
-            *([] if libraries is None else [best_library(result, libraries)]),
-        )
+        table.add(*(show(result) for show in columns.values()))
     return table
 
 
@@ -135,6 +128,11 @@ def _cells(speed: ModeSpeed | None) -> tuple[str, str, str]:
     return microseconds(speed.reference_us), microseconds(speed.candidate_us), f"{shown_speedup(speed):.2f}{sure}"
 
 
+def _attained_us(result: Result, ceilings: Ceilings) -> float | None:
+    steps = attainable_us(result, ceilings)
+    return None if steps is None else sum(steps.values())
+
+
 def _time(us: float | None) -> str:
     return NONE if us is None else f"{us:.3g}" if us < 100 else f"{us:.0f}"
 
@@ -163,16 +161,8 @@ def _gaps(results: Sequence[Result]) -> list[str]:
                 lines.append(f"{name}, {item.mode}: {item.kind}: {item.reason.rstrip('.')}.")
             if item.status == "not_measured":
                 unmeasured.setdefault(item.why.partition(":")[0], set()).add(result.problem.id)
-    return [*lines, *(f"{_cause(why)}: {_listed(numbers)}." for why, numbers in unmeasured.items())]
+    return [*lines, *(f"{_cause(why)}: {', '.join(map(str, sorted(numbers)))}." for why, numbers in unmeasured.items())]
 
 
 def _cause(why: str) -> str:
     return {"the reference cannot be captured": "The reference cannot be captured in a graph"}.get(why, why[:1].upper() + why[1:])
-
-
-def _listed(numbers: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
-def _short(preset: str) -> str:
-    return preset.removeprefix("production_").removeprefix("sweep_")

@@ -1,15 +1,17 @@
 """The adversarial corpus as the documentation shows it: its rules, the candidates of each, and the outcomes of a run."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from docs.build.tables import table
 from peerlane.common.words import counted
-from peerlane.evaluate.selftest.table import Corpus, Entry
+from peerlane.evaluate.selftest.table import Corpus, Entry, load
 from peerlane.report.selftest import Judged, selftest_table, totals_lines
 
 
-def rules_table(corpus: Corpus) -> str:
-    """Returns a table with a line per rule: its page, and the rows that try or honour it."""
+def rules_table(file: Path) -> str:
+    """Returns a table with a line per rule of the corpus in ``file``: its page, and the rows that try or honour it."""
+    corpus = load(file.parent)
 
     def rows(rule: str, honour: bool) -> str:
         named = dict.fromkeys(entry.row for entry in corpus.entries if entry.rule == rule)
@@ -23,8 +25,9 @@ def rules_table(corpus: Corpus) -> str:
     return table(corpus.rules, columns, words=columns)
 
 
-def rule_table(corpus: Corpus, rule: str) -> str:
-    """Returns a table with a line per candidate of a rule: what it does, the verdicts that are right for it, and why."""
+def rule_table(file: Path, rule: str) -> str:
+    """Returns a table with a line per candidate of a rule of the corpus in ``file``: what it does, the verdicts that are right, and why."""
+    corpus = load(file.parent)
     columns: dict[str, Callable[[Entry], str]] = {
         "row": lambda entry: entry.row,
         "what it does": lambda entry: corpus.rows[entry.row],

@@ -49,11 +49,9 @@ class Dependence:
     """The data that moves in one case.
 
     Attributes:
-        case: its label within the preset ``small``.
         needs: for each rank, the ranks whose data its answers depend on.
     """
 
-    case: str
     ranks: int
     held: tuple[Held, ...]
     answers: tuple[Answer, ...]
@@ -110,7 +108,6 @@ def _in_case(problem: Problem, case: Case) -> Dependence:
     names = [name for name, _ in max(before, key=len)]
     maps = [[_condensed(mask) for mask in answers] + [None] * (len(names) - len(answers)) for answers in masks]
     return Dependence(
-        case=case.label,
         ranks=case.world_size,
         held=tuple(_held(problem, inputs[0], shared)),
         answers=tuple(Answer(name, tuple(maps[rank][place] for rank in ranks)) for place, name in enumerate(names)),

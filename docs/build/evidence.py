@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from peerlane.evaluate.selftest.calibrate import Calibration, read_calibrations
+from peerlane.evaluate.selftest.calibrate import read_calibrations
 from peerlane.problems.contract.count import Step
 from peerlane.report.evidence import Evidence, Measured, PublicTimes, ReferenceTime, SolutionTime
 from peerlane.report.tables import shown_speedup
@@ -45,7 +45,7 @@ def read_evidence(root: Path) -> Evidence:
             if result.candidate.backend == "reference" and result.correct:
                 results.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
     steps: dict[int, tuple[Step, ...]] = {}
-    for item in all_calibrations(root):
+    for item in (item for path in CALIBRATIONS for item in read_calibrations(root / path)):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             steps.setdefault(item.problem, item.steps)
     public = _public_times(root / PUBLIC)
@@ -66,14 +66,12 @@ def read_evidence(root: Path) -> Evidence:
 
 def reference_times(result: Result) -> Iterator[ReferenceTime]:
     """Returns the times of a reference that was its own candidate: one for every launch mode that was timed."""
-    for mode in result.modes:
-        if (speed := result.speed_in(mode)) is None:
-            continue
+    for speed in result.speeds:
         bound = next((item for item in speed.utilisation if item.ceilings == "measured"), *speed.utilisation[:1])
         yield ReferenceTime(
             preset=result.preset,
             world_size=result.world_size,
-            mode=mode,
+            mode=speed.mode,
             reference_us=speed.reference_us.median,
             bound_us=bound.bound_us,
             bound_by=bound.bound_by,
@@ -84,16 +82,14 @@ def reference_times(result: Result) -> Iterator[ReferenceTime]:
 def _solution_times(result: Result) -> Iterator[SolutionTime]:
     node = result.node
     gpu = (node.gpu or "unknown GPU").removeprefix("NVIDIA ").split()[0]
-    for mode in result.modes:
-        if (speed := result.speed_in(mode)) is None:
-            continue
+    for speed in result.speeds:
         bound = None if node.place.shares_gpus else next((item for item in speed.utilisation if item.ceilings == "datasheet"), None)
         yield SolutionTime(
             machine=f"{node.gpus}x {gpu}{', virtual node' if node.place.shares_gpus else ''}",
             virtual=node.place.shares_gpus,
             preset=result.preset,
             world_size=result.world_size,
-            mode=mode,
+            mode=speed.mode,
             reference_us=speed.reference_us.median,
             solution_us=speed.candidate_us.median,
             speedup=shown_speedup(speed),
@@ -111,7 +107,3 @@ def _public_times(path: Path) -> dict[int, PublicTimes]:
 
 def _results(path: Path) -> list[Result]:
     return read_results(path) if path.is_file() else []
-
-
-def all_calibrations(root: Path) -> list[Calibration]:
-    return [item for path in CALIBRATIONS for item in read_calibrations(root / path)]

@@ -19,7 +19,6 @@ from docs.build.shard_diagram import shard_diagram
 from docs.build.tables import table
 from peerlane import problems
 from peerlane.problems import Problem
-from peerlane.problems.contract.count import Step
 from peerlane.report.catalogue import page_world_size, problem_detail, timed_case
 from peerlane.report.evidence import NOTHING, Evidence, ReferenceTime
 from peerlane.report.plots import COLOURS, figure_file, sweep_plot, write_plot
@@ -60,24 +59,22 @@ def _sweep(path: Path, file: Path) -> None:
 
 
 def _draw_problem(problem: Problem, evidence: Callable[[], Evidence], path: Path) -> None:
-    path.write_text(problem_picture(problem, evidence().get(problem.id, NOTHING).steps), encoding="utf-8")
-
-
-def problem_picture(problem: Problem, steps: tuple[Step, ...]) -> str:
-    """Returns the picture of shards and messages as SVG; amounts are those of the timed case of `pkb`, where the world size has one."""
+    """Draws shards and messages; amounts are those of the timed case of `pkb`, where the world size has one."""
     ranks = page_world_size(problem)
     (preset,) = problem_detail(problem, world_size=ranks, presets=[_PICTURED])["presets"]
     timed = timed_case(preset)
     case = next((case for case in problem.cases(_PICTURED, ranks) if timed and case.label == timed["label"]), None)
     costs = [] if case is None else [problem.cost(case, rank) for rank in range(ranks)]
-    return shard_diagram(
+    steps = evidence().get(problem.id, NOTHING).steps if ranks == COUNTED_WORLD_SIZE else ()
+    picture = shard_diagram(
         find_dependence(problem, ranks, costs),
         shapes={} if timed is None else {item["name"]: item["value"] for item in timed["arguments"] or ()},
         costs=costs,
-        steps=steps if ranks == COUNTED_WORLD_SIZE else (),
+        steps=steps,
         title=f"{problem.title}, on {ranks} ranks",
         preset=_PICTURED,
     )
+    path.write_text(picture, encoding="utf-8")
 
 
 def headroom(evidence: Evidence, family: str, world_size: int) -> dict[int, ReferenceTime]:

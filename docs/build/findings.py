@@ -98,10 +98,10 @@ def launch_modes(figure: Any, folder: Path) -> None:
 def rungs_table(folder: Path) -> str:
     """Returns a row for each CUDA kernel of the corpus with a broken protocol: the verdicts on each rung that has GPUs, as Markdown."""
     corpus = load()
-    judged = {
-        rung: attributed(corpus, [item for name in names for item in outcome.read_outcomes(folder / name) if _on(rung, item.node)])
-        for rung, names in RUNGS.items()
-    }
+    judged = {}
+    for rung, names in RUNGS.items():
+        outcomes = [item for name in names for item in outcome.read_outcomes(folder / name)]
+        judged[rung] = attributed(corpus, [item for item in outcomes if item.node.startswith("virtual node") == (rung == "virtual node")])
     seen = {mine.file for pairs in judged.values() for mine, _ in pairs}
     entries = [entry for entry in corpus.entries if entry.rule == "races" and entry.file in seen and entry.file.endswith("_cuda")]
     entries = [entry for entry in entries if entry.kind != "legitimate"]
@@ -120,10 +120,6 @@ def rungs_table(folder: Path) -> str:
 
 def _short(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").partition(" ")[0]
-
-
-def _on(rung: str, node: str) -> bool:
-    return node.startswith("virtual node") == (rung == "virtual node")
 
 
 def _counted(verdicts: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ def generated(root: Path) -> dict[Path, str]:
         INDEX.relative_to(PACKAGE.parents[1]): index(problems.suite(None)),
         **sections.documents(root),
         **command_reference.page(),
-        **architecture.picture(root),
+        architecture.PICTURE: architecture.architecture(root),
         **tutorial_figures.pictures(root),
         **navigation.file(root, problems.suite()),
     }

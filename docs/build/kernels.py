@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docs.build.tables import Row, by_operation, measured, read_rows, table, time_us, where
+from docs.build.tables import Row, by_operation, cell, measured, read_rows, table, where
 
 _OF_TORCH = ", ".join(f"torch {name}_us" for name in ("one_shot", "two_shot", "low_contention"))
 backend_table = partial(by_operation, operation="operation", figures=f"peerlane_us / nccl_us / {_OF_TORCH}")
@@ -14,7 +14,7 @@ _WAYS = {"one trip": "all_reduce_one_shot", "two trips": "all_reduce_two_shot", 
 
 
 def _way(name: str) -> Callable[[Row], str]:
-    return lambda row: f"**{time_us(row['us'][name])}**" if name == row["plan"] else time_us(row["us"][name]) if name in row["us"] else "-"
+    return lambda row: f"**{cell(row, f'{name}_us')}**" if name == row["plan"] else cell(row, f"{name}_us")
 
 
 ways_table = partial(
@@ -117,12 +117,8 @@ LAYERS: dict[str, tuple[str, Mapping[str, str]]] = {
 """What distinguishes the rows of each part of ``bench_layers.py``, and its columns."""
 
 
-def _us(side: str) -> Callable[[Row], str]:
-    return lambda row: time_us(row["us"][side]) if side in row["us"] else "-"
-
-
 def _ratio(over: str, under: str) -> Callable[[Row], str]:
-    return lambda row: f"{row['us'][over] / row['us'][under]:.2f}" if {over, under} <= row["us"].keys() else "-"
+    return lambda row: f"{row[over] / row[under]:.2f}" if {over, under} <= row.keys() else "-"
 
 
 def _tflops(side: str, *others: str) -> Callable[[Row], str]:
@@ -130,33 +126,32 @@ def _tflops(side: str, *others: str) -> Callable[[Row], str]:
     return lambda row: f"{max(value for name, value in row['tflops'].items() if name in others or name.startswith(side)):.0f}"
 
 
-_FP8 = {"kit fast": _us("kit fast"), "torch fast": _us("torch fast"), "torch / kit": _ratio("torch fast", "kit fast")}
-_FP8 |= {"kit promoted": _us("kit promoted"), "torch promoted": _us("torch promoted")}
-_FP8 |= {"torch / kit, promoted": _ratio("torch promoted", "kit promoted")}
+_FP8: Mapping[str, str | Callable[[Row], str]] = {
+    "kit fast": "kit fast_us",
+    "torch fast": "torch fast_us",
+    "torch / kit": _ratio("torch fast_us", "kit fast_us"),
+    "kit promoted": "kit promoted_us",
+    "torch promoted": "torch promoted_us",
+    "torch / kit, promoted": _ratio("torch promoted_us", "kit promoted_us"),
+}
 _SEQUENCE: Mapping[str, str | Callable[[Row], str]] = {
     "depth": "depth",
     "tokens": "length",
     "causal": lambda row: "yes" if row["causal"] else "no",
 }
-_SERVING = {
-    "kit": "fused",
-    "kit, batch-invariant": "fused_invariant",
-    "kit, e4m3 by blocks": "fused_block_fp8",
-    "kit's sum, then a norm": "communicator_then_norm",
-    "torch one shot, then a norm": "torch_one_shot_then_norm",
-    "torch two shots, then a norm": "torch_two_shot_then_norm",
-}
-
-
-def _serving(side: str) -> Callable[[Row], str]:
-    return lambda row: time_us(row["microseconds"][side])
-
-
 serving_table = partial(
     measured,
     key="tokens",
     bench="serving",
-    columns={"tokens": "tokens", **{title: _serving(side) for title, side in _SERVING.items()}},
+    columns={
+        "tokens": "tokens",
+        "kit": "fused_us",
+        "kit, batch-invariant": "fused_invariant_us",
+        "kit, e4m3 by blocks": "fused_block_fp8_us",
+        "kit's sum, then a norm": "communicator_then_norm_us",
+        "torch one shot, then a norm": "torch_one_shot_then_norm_us",
+        "torch two shots, then a norm": "torch_two_shot_then_norm_us",
+    },
 )
 ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
     "product": (
@@ -177,10 +172,10 @@ ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
                 "shape": "name",
                 "groups": "groups",
                 "rows x n x k": lambda row: f"{row['rows']} x {row['n']} x {row['k']}",
-                "cuBLAS loop": _us("cublas_loop"),
-                "torch grouped": _us("torch_grouped"),
-                "kit": _us("ours"),
-                "loop / kit": _ratio("cublas_loop", "ours"),
+                "cuBLAS loop": "cublas_loop_us",
+                "torch grouped": "torch_grouped_us",
+                "kit": "ours_us",
+                "loop / kit": _ratio("cublas_loop_us", "ours_us"),
             },
         ),
     ),

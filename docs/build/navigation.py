@@ -15,17 +15,12 @@ BEGIN, END = "      # problems:begin, written by `make docs`\n", "      # proble
 def navigation(suite: Sequence[Problem]) -> str:
     """Returns an entry for each problem, grouped by category."""
     lines = []
-    for category, members in groupby(
-        sorted(suite, key=lambda problem: (problem.category, problem.id)), key=lambda problem: problem.category
-    ):
-        lines.append(f"      - {_title(category)}:\n")
+    ordered = sorted(suite, key=lambda problem: (problem.category, problem.id))
+    for category, members in groupby(ordered, key=lambda problem: problem.category):
+        words = category.replace("_", " ")
+        lines.append(f"      - {'FSDP and ZeRO' if words == 'fsdp zero' else words.capitalize()}:\n")
         lines += [f'          - "{problem.id} {problem.slug}": docs/problems/{page_name(problem)}\n' for problem in members]
     return "".join(lines)
-
-
-def _title(category: str) -> str:
-    words = category.replace("_", " ")
-    return {"fsdp zero": "FSDP and ZeRO"}.get(words, words.capitalize())
 
 
 def filled(text: str, suite: Sequence[Problem]) -> str:

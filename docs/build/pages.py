@@ -85,22 +85,22 @@ def _commands(problem: Problem, detail: Entry) -> str:
 def overview(details: Sequence[Entry], evidence: Evidence) -> str:
     """Returns the overview: problems by category, each linked to its page, with its size and what bounds it."""
     categories = dict.fromkeys(sorted(detail["category"] for detail in details))
+    between = [detail for detail in details if 1 not in detail["nodes"]]
     parts = [
         "# The problems\n",
         "After this page you can choose a problem. Every problem is one function, `solution(*args)`, that all ranks call. Its page has the "
         "reference, our solution with its speed, the shortest possible time, and all cases. On the site it has a picture of shards and "
         "messages, too.\n",
         _summary([detail for detail in details if 1 in detail["nodes"]]),
-        *_between_nodes([detail for detail in details if 1 not in detail["nodes"]]),
+        f"Beside this suite of one node there are {len(between)} problems [between nodes](../between-nodes.md), of the category "
+        "[internode](#internode).\n",
         f"The tables show the timed `pkb` case on the busiest of {PAGE_WORLD_SIZE} ranks, and the production preset of longest bound. "
         f"Bounds are computed from the H200 datasheet. Reference times were measured on {NODE_NAME}. {EARLIER}\n",
-    ]
-    parts.append(
         "## Write your own\n\nEach page has two commands. The first one writes a candidate that is right and slow. The second one judges "
         "it without a GPU: on [emulated ranks](../laptop.md) or on CPU ranks. Without `--device` it judges on the GPUs of the machine.\n\n"
         "A page lists the facts that differ from the usual: one variant, nothing updated in place or overwritten, answers that may differ "
-        "between ranks, no integer draws.\n"
-    )
+        "between ranks, no integer draws.\n",
+    ]
     for category in categories:
         parts.append(f"## {category.replace('_', ' ')}\n")
         parts.append(_category_table([detail for detail in details if detail["category"] == category], evidence))
@@ -124,16 +124,6 @@ def _summary(details: Sequence[Entry]) -> str:
     }
     categories = [*dict.fromkeys(sorted(detail["category"] for detail in details)), "all"]
     return f"What bounds the largest production preset of each, by the roofline:\n\n{table(categories, columns, words=['category'])}"
-
-
-def _between_nodes(details: Sequence[Entry]) -> list[str]:
-    """Returns a paragraph about the problems that one node does not suffice for; nothing if there are none."""
-    if not details:
-        return []
-    return [
-        f"Beside this suite of one node there are {len(details)} problems [between nodes](../between-nodes.md), of the category "
-        "[internode](#internode).\n"
-    ]
 
 
 def largest_production(detail: Entry) -> Entry:

@@ -126,15 +126,8 @@ def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
 
 
 def changes_lines(results: Sequence[Result]) -> list[str]:
-    """Returns a table of the kernels that are quicker now than in an earlier correct run of the same question; nothing without any."""
-    made = changes_table(results)
-    return ["", "Kernels that became quicker, with times in microseconds.", "", made] if made else []
-
-
-def changes_table(results: Sequence[Result]) -> str:
-    """Returns a row for each problem whose last correct run is quicker than its first, in its first mode of the two; "" without any.
-
-    The first one is of the last one's version of the timing protocol, if there are two such runs; else the row is marked."""
+    """Returns a table with a row for each problem whose last correct run is quicker than its first, in its first mode of the two; nothing
+    without any. The first one is of the last one's version of the timing protocol, if there are two such runs; else the row is marked."""
     rows = []
     questions: dict[tuple[object, ...], list[Result]] = {}
     for result in sorted(results, key=lambda item: item.problem.id):
@@ -153,7 +146,7 @@ def changes_table(results: Sequence[Result]) -> str:
             break
     names = ("problem", "mode", "reference", "kernel before", "kernel now", "times as fast")
     columns = {name: itemgetter(place) for place, name in enumerate(names)}
-    return table(rows, columns, words=names[:2]) if rows else ""
+    return ["", "Kernels that became quicker, with times in microseconds.", "", table(rows, columns, words=names[:2])] if rows else []
 
 
 def slower_lines(results: Sequence[Result]) -> list[str]:

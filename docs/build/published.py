@@ -48,7 +48,6 @@ class Verdict:
     kind: str
     reason: str
     speedup: Mapping[str, Sequence[float]]
-    not_measured: Mapping[str, str]
 
     @property
     def author(self) -> str:
@@ -58,7 +57,7 @@ class Verdict:
 
 def read_verdicts(path: Path) -> list[Verdict]:
     """Returns all evaluations in ``verdicts.jsonl``."""
-    fields = ("model", "backend", "file", "problem", "world_size", "node", "reason", "speedup", "not_measured")
+    fields = ("model", "backend", "file", "problem", "world_size", "node", "reason", "speedup")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [Verdict(kind=row["verdict"], **{name: row[name] for name in fields}) for row in rows]
 

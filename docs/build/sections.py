@@ -146,26 +146,10 @@ def _coverage(_: Path) -> str:
     return table([kind for kind, _ in kinds.most_common()], columns, words=("parallelism", "problems"))
 
 
-def _headroom(path: Path) -> str:
-    return headroom_table(read_evidence(path.parents[2]))
-
-
-def _rules(path: Path) -> str:
-    return rules_table(load(path.parent))
-
-
-def _candidates_of(rule: str) -> Callable[[Path], str]:
-    return lambda path: rule_table(load(path.parent), rule)
-
-
 def _selftest(path: Path) -> str:
     outcomes = outcome.read_outcomes(path)
     corpus = load()
     return selftest_report(corpus, attributed(corpus, outcomes)) if outcomes else "No run is recorded here.\n"
-
-
-def _operators(_: Path) -> str:
-    return operators_table()
 
 
 def _mechanisms(path: Path) -> str:
@@ -214,8 +198,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "races_by_rung": (TWO_GPUS / outcome.FILE, lambda path: rungs_table(path.parents[1])),
     "cuda_calls": (Path("src/peerlane/emulator/cuda_host"), calls_table),
     "coverage": (Path("src/peerlane/problems/__init__.py"), _coverage),
-    "headroom": (REFERENCES, _headroom),
-    "operators": (Path("docs/build/operators.py"), _operators),
+    "headroom": (REFERENCES, lambda path: headroom_table(read_evidence(path.parents[2]))),
+    "operators": (Path("docs/build/operators.py"), lambda _: operators_table()),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_table),
     "fused": (NODE / "fused.json", fused_table),
@@ -223,8 +207,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "product_of_two": (TWO_GPUS / "product.json", product_table),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "margins_gpu": (CALIBRATIONS[1], _margins),
-    "corpus_rules": (CORPUS, _rules),
-    **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
+    "corpus_rules": (CORPUS, rules_table),
+    **{f"corpus_{rule}": (CORPUS, partial(rule_table, rule=rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
     "selftest_gpu": (ONE_GPU / outcome.FILE, _selftest),
     **{f"published_{name}": (RESULTS / "published" / "verdicts.jsonl", show) for name, show in PUBLISHED.items()},

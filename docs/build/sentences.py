@@ -40,7 +40,8 @@ def below_half(path: Path) -> str:
 
 def figures_by_hand(root: Path) -> list[str]:
     """Returns a line for each sentence of :data:`PAGES` below ``root`` with a figure outside of generated sections and code."""
-    return [f"{path.relative_to(root)}:{line}: a figure by hand: {words}" for path in _files(root) for line, words in _by_hand(path)]
+    files = [file for name in PAGES for file in sorted(root.glob(name if name.endswith(".md") else f"{name}/*.md"))]
+    return [f"{path.relative_to(root)}:{line}: a figure by hand: {words}" for path in files for line, words in _by_hand(path)]
 
 
 def _by_hand(path: Path) -> Iterator[tuple[int, str]]:
@@ -52,17 +53,7 @@ def _by_hand(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line[max(0, match.start() - 30) : match.end() + 30].strip()
 
 
-def _files(root: Path) -> list[Path]:
-    return [file for name in PAGES for file in sorted(root.glob(name if name.endswith(".md") else f"{name}/*.md"))]
-
-
 def _shares(result: Result) -> tuple[float, float] | None:
     """Returns the largest shares of the datasheet's bound that reference and candidate reach in a mode; None if nothing was timed."""
-    known = [
-        (share.reference, share.candidate)
-        for mode in result.modes
-        if (speed := result.speed_in(mode)) is not None
-        for share in speed.utilisation
-        if share.ceilings == "datasheet"
-    ]
+    known = [(share.reference, share.candidate) for speed in result.speeds for share in speed.utilisation if share.ceilings == "datasheet"]
     return (max(share for share, _ in known), max(share for _, share in known)) if known else None

@@ -139,16 +139,9 @@ def _messages(canvas: _Canvas, dependence: Dependence, costs: Sequence[Cost], pr
     if costs:
         canvas.line(f"at least so many bytes leave and enter a rank in one call at {preset}", "soft")
         for rank, cost in enumerate(costs):
-            canvas.text(
-                canvas.middle(rank), canvas.y + 14, f"{quantity(cost.egress_bytes + cost.network_egress_bytes)}B out", "soft", "middle"
-            )
-            canvas.text(
-                canvas.middle(rank),
-                canvas.y + _BAND + 6,
-                f"{quantity(cost.ingress_bytes + cost.network_ingress_bytes)}B in",
-                "soft",
-                "middle",
-            )
+            out, into = cost.egress_bytes + cost.network_egress_bytes, cost.ingress_bytes + cost.network_ingress_bytes
+            canvas.text(canvas.middle(rank), canvas.y + 14, f"{quantity(out)}B out", "soft", "middle")
+            canvas.text(canvas.middle(rank), canvas.y + _BAND + 6, f"{quantity(into)}B in", "soft", "middle")
     top, bottom = canvas.y + 20, canvas.y + _BAND - 16
     for source, rank in pairs:
         start, end = canvas.middle(source), canvas.middle(rank)

@@ -73,14 +73,14 @@ def by_operation(path: Path, operation: str, figures: str, **only: Any) -> str:
 
 
 def read_rows(path: Path, **only: Any) -> list[Row]:
-    """Reads the rows of a file that hold ``only``: of one measurement, or JSON lines. Each row knows where it was measured; a figure of a
-    side, as ``{"nccl": {"median_us": 1.0}}``, is ``nccl_us`` of the row. Raises UsageError if there are none."""
+    """Reads the rows of a file that hold ``only``: of one measurement, or JSON lines. Each row knows where it was measured. A side's time,
+    as ``{"nccl": {"median_us": 1.0}}`` or ``{"us": {"nccl": 1.0}}``, is ``nccl_us`` of the row. Raises UsageError if there are none."""
     try:
         text = path.read_text(encoding="utf-8")
         document = {"rows": [json.loads(line) for line in text.splitlines()]} if path.suffix == ".jsonl" else json.loads(text)
         ranks = document.get("ranks") or document.get("world_size")
         place = {name: value for name, value in (("ranks", ranks), ("environment", document.get("environment"))) if value}
-        rows = [{**row, **_medians(row), **place} for row in document.get("rows") or document.get("speeds") or document["table"]]
+        rows = [{**row, **_times(row), **place} for row in document.get("rows") or document.get("speeds") or document["table"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} holds no rows of a measurement ({error!r}): expected what a script of tests/gpu writes there") from None
     found = [row for row in rows if all(row.get(name) == value for name, value in only.items())]
@@ -89,8 +89,10 @@ def read_rows(path: Path, **only: Any) -> list[Row]:
     return found
 
 
-def _medians(row: Row) -> Row:
-    return {f"{name}_us": side["median_us"] for name, side in row.items() if isinstance(side, dict) and "median_us" in side}
+def _times(row: Row) -> Row:
+    medians = {name: side["median_us"] for name, side in row.items() if isinstance(side, dict) and "median_us" in side}
+    times: Row = row.get("us") or row.get("microseconds") or {}
+    return {f"{name}_us": us for name, us in (medians | times).items()}
 
 
 def where(row: Row) -> str:

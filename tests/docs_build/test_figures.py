@@ -62,7 +62,7 @@ LETTER_WIDTHS = {"name": 22 * 0.71, "purpose": 14.5 * 0.64}
 @pytest.mark.parametrize(("package", "folder"), [("peerlane", ""), ("peerlane.evaluate", "evaluate"), ("peerlane.device", "device")])
 def test_every_folder_is_a_room(package: str, folder: str) -> None:
     floors = architecture.read_floors((ROOT / "pyproject.toml").read_text(), package)
-    rooms = {room.removeprefix(f"{package}.") for floor in floors for room in floor.rooms}
+    rooms = {room.removeprefix(f"{package}.") for floor in floors for room in floor}
     folders = {path.name for path in (SOURCE / folder).iterdir() if path.is_dir()} - NO_ROOMS
     assert folders <= rooms
     assert [room for room in rooms - folders if not (SOURCE / folder / f"{room}.py").is_file()] == []

@@ -51,7 +51,7 @@ def test_arguments_that_all_ranks_share_are_found() -> None:
 
 
 def test_messages_are_drawn_from_source_to_target() -> None:
-    some = Dependence("a", 2, (Held("x", False),), (Answer("y", (((frozenset({1}),),), None)),), (frozenset({1}), frozenset()))
+    some = Dependence(2, (Held("x", False),), (Answer("y", (((frozenset({1}),),), None)),), (frozenset({1}), frozenset()))
     picture = drawn(some, costs=(Cost(0, 0, 2e6), Cost(0, 2e6, 0)))
     (message,) = (item for item in picture.iter(f"{SVG}path") if item.get("class") == "message")
     assert message.get("stroke") == COLOURS[1]
@@ -60,7 +60,7 @@ def test_messages_are_drawn_from_source_to_target() -> None:
 
 def test_a_part_of_several_ranks_has_stripes_of_their_colours() -> None:
     both = frozenset({0, 1})
-    picture = drawn(Dependence("a", 2, (Held("x", True),), (Answer("y", (((both,),),) * 2),), (both, both)))
+    picture = drawn(Dependence(2, (Held("x", True),), (Answer("y", (((both,),),) * 2),), (both, both)))
     (pattern,) = picture.iter(f"{SVG}pattern")
     assert [item.get("fill") for item in pattern] == list(COLOURS[:2])
     assert "the same on all ranks" in texts(picture)
@@ -68,6 +68,6 @@ def test_a_part_of_several_ranks_has_stripes_of_their_colours() -> None:
 
 def test_a_long_reference_is_cut_in_the_middle_and_says_so() -> None:
     steps = tuple(Step("send" if number % 2 else "compute", ranks=2 * (number % 2)) for number in range(MOST_STEPS + 6))
-    written = texts(drawn(Dependence("a", 2, (), (), (frozenset(), frozenset())), steps))
+    written = texts(drawn(Dependence(2, (), (), (frozenset(), frozenset())), steps))
     assert "6 more steps" in written and sum("send" in text for text in written) == MOST_STEPS // 2
     assert "none in the case that was drawn" in written

@@ -124,12 +124,10 @@ def check_fused(ranks: LocalRanks) -> Iterator[Row]:
                 "gemm_all_reduce": [total] * world,
                 "row_gather_gemm": [whole @ b.t() for _, b in exact],
             }
-            for gpu in range(ranks.gpus):  # operands were made on other streams
-                torch.cuda.synchronize(gpu)
+            ranks.synchronize_gpus()  # operands were made on other streams
             calls = [fused_calls(group, *operands[group.rank], promoted) for group in ranks.each()]
             for name in wrong:
-                for gpu in range(ranks.gpus):
-                    torch.cuda.synchronize(gpu)
+                ranks.synchronize_gpus()
                 got: list[Any] = []
                 for group in ranks.each():
                     if call % 2:

@@ -15,8 +15,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # torch.ops.symm_mem
-from harness import BF16, Call, Row, run_on_shared_gpus, script
+from harness import BF16, Call, in_symmetric_memory, run_on_shared_gpus, script
 
 from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.collectives import plans
@@ -39,7 +38,7 @@ def microseconds(*calls: Call, count: int) -> list[float]:
     """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and
     with it what ran in the last milliseconds."""
     kinds = {str(number): call for number, call in enumerate(calls)}
-    return list(harness.microseconds(kinds, count, warm_up=count, start_delay=400_000, device="cuda").values())
+    return list(harness.microseconds(kinds, count, warm_up=count, start_delay=400_000).values())
 
 
 def collective_calls(kit: Communicator, rank: int, world: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
@@ -91,9 +90,7 @@ def ways(rank: int, world: int) -> Iterator[dict[str, Any]]:
 
     for nbytes in WAYS_SIZES:
         x, out = (torch.ones(nbytes // BF16.itemsize, device="cuda", dtype=BF16) for _ in range(2))
-        shared = torch.distributed._symmetric_memory.empty(x.numel(), dtype=BF16, device="cuda").zero_()
-        torch.distributed._symmetric_memory.rendezvous(shared, dist.group.WORLD)
-        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        shared, name = in_symmetric_memory(torch.zeros_like(x))
         calls: dict[str, Call] = {"nccl": lambda: dist.all_reduce(out)}  # noqa: B023
         calls["torch two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
         wrong = 0
@@ -104,7 +101,7 @@ def ways(rank: int, world: int) -> Iterator[dict[str, Any]]:
                 calls[way]()
                 wrong += int((out != world).sum())
         plans.all_reduce = planned
-        us = harness.microseconds(calls, max(10, min(100, (1 << 31) // nbytes)), start_delay=400_000, device="cuda")
+        us = harness.microseconds(calls, max(10, min(100, (1 << 31) // nbytes)), start_delay=400_000)
         yield {"op": "all_reduce", "bytes": nbytes, "us": us, "plan": planned(nbytes, machine).kernel, "wrong": wrong}
 
 
@@ -226,12 +223,8 @@ def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
 BENCHES = {"collectives": collectives, "ways": ways, "fused": fused, "product": product}
 
 
-def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:
-    yield from BENCHES[what](rank, ranks)
-
-
 if __name__ == "__main__":
     parser = script(__doc__, ranks=0)
     parser.add_argument("what", choices=BENCHES)
     options = parser.parse_args()
-    run_on_shared_gpus(options.ranks, options.out, rows_of, options.what)
+    run_on_shared_gpus(options.ranks, options.out, BENCHES[options.what])

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|norm_prefill|fp8|decode|dispatch|all_reduce|gather|everything [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|norm_prefill|fp8|dispatch|gather [--ranks 4]
 
 With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
@@ -14,21 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
-from harness import BF16, Call, Row, meet, microseconds, note_failure, run_on_shared_gpus, script
+from harness import BF16, Call, Row, meet, microseconds, note_failure, run_on_shared_gpus, script, small
 
 from peerlane import ops
-from peerlane.device import Communicator, communicator, group_of
-from peerlane.device.collectives import plans
+from peerlane.device import communicator, group_of
 from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
 from peerlane.device.collectives.sharded_rms_norm import sharded_rms_norm
 from peerlane.device.products import fp8, gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.quantised import quantise_rows, quantise_squares
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
-from peerlane.device.tools.trace import forget_observed, observed_spans
-from peerlane.settings import records_roles
 
 
 def quick() -> bool:
@@ -41,12 +37,6 @@ def few(*cases: Any) -> tuple[Any, ...]:
 
 
 # --- checks ---
-
-
-def small(*shape: int, seed: int, largest: int = 1) -> torch.Tensor:
-    """Small integers, of which sums are exact; the same on all ranks for one seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-largest, largest + 1, shape, generator=generator).to(BF16).cuda()
 
 
 def check_products(rank: int, world: int) -> Iterator[Row]:
@@ -319,7 +309,7 @@ def mlp(rank: int, world: int) -> Iterator[Row]:
 
 
 def gather(rank: int, world: int) -> Iterator[Row]:
-    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 how long each role's spans took, on one rank, in microseconds."""
+    """Row all-gather and product of some sizes."""
     group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
     for m, k, n in few((1024, 8192, 8192), (256, 8192, 8192), (1024, 8192, 2048), (1024, 2048, 8192), (64, 4096, 4096)):
         draw = torch.Generator(device="cuda").manual_seed(rank)
@@ -338,17 +328,7 @@ def gather(rank: int, world: int) -> Iterator[Row]:
             "product_us": lambda: whole @ weight.t(),  # noqa: B023
             "torch_us": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [weight.t()], 0, name, return_A=False),  # noqa: B023
         }
-        row: Row = {"bench": "gather", "m": m, "k": k, "n": n, "ranks": world}
-        if not records_roles():
-            yield row | microseconds(calls, 8)
-            continue
-        for _ in range(3):
-            plain(a, [weight.t()])
-        meet()
-        forget_observed()
-        plain(a, [weight.t()])
-        meet()
-        yield row | {"spans": summary(observed_spans(1 << 20))}
+        yield {"bench": "gather", "m": m, "k": k, "n": n, "ranks": world} | microseconds(calls, 8)
 
 
 def in_fp8(rank: int, world: int) -> Iterator[Row]:
@@ -411,57 +391,6 @@ def in_fp8(rank: int, world: int) -> Iterator[Row]:
         }
         yield row | microseconds(calls, 8)
         torch.cuda.empty_cache()
-
-
-def summary(spans: list[list[Any]]) -> dict[str, list[float]]:
-    """Of each role and kind: how many, the median and the longest time, when the first began and the last ended."""
-    start = min((span[3] for span in spans), default=0)
-    found: dict[str, list[list[Any]]] = {}
-    for span in spans:
-        found.setdefault(f"{span[1]} {span[0]}", []).append(span)
-    said = {}
-    for name, of in sorted(found.items()):
-        times = sorted((end - begin) / 1e3 for *_, begin, end in of)
-        said[name] = [len(of), *(round(us, 1) for us in (times[len(times) // 2], times[-1]))]
-        said[name] += [round((min(span[3] for span in of) - start) / 1e3, 1), round((max(span[4] for span in of) - start) / 1e3, 1)]
-    return said
-
-
-def decode(rank: int, world: int) -> Iterator[Row]:
-    """All-reduce, residual and RMSNorm of a few tokens, beside torch's symmetric memory and a norm."""
-    hidden, name, kit = 8192, dist.group.WORLD.group_name, communicator()
-    norm = all_reduce_rms_norm(group_of(), hidden, BF16)
-    for tokens in few(512, 64, 8, 1):
-        x, residual = (torch.randn(tokens, hidden, device="cuda").to(BF16) for _ in range(2))
-        dist_residual = residual.cpu()
-        dist.broadcast(dist_residual, 0)
-        residual.copy_(dist_residual)
-        weight, total = torch.ones(hidden, device="cuda", dtype=BF16), torch.empty_like(x)
-
-        def finish(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            added = value + residual  # noqa: B023
-            return F.rms_norm(added, (hidden,), weight, 1e-6), added  # noqa: B023
-
-        def unfused() -> Any:
-            kit.all_reduce(x, total)  # noqa: B023
-            return finish(total)  # noqa: B023
-
-        calls: dict[str, Call] = {
-            "ours_us": lambda: norm(x, weight, residual),  # noqa: B023
-            "ours_fp8_us": lambda: norm(x, weight, residual, quantisation="token"),  # noqa: B023
-            "kit_then_norm_us": unfused,
-            "all_reduce_kit_us": lambda: kit.all_reduce(x, total),  # noqa: B023
-            "norm_us": lambda: finish(x),  # noqa: B023
-        }
-        try:
-            shared = symmetric_memory.empty(tokens, hidden, device="cuda", dtype=BF16)
-            symmetric_memory.rendezvous(shared, dist.group.WORLD)
-            shared.copy_(x)
-            calls["torch_one_shot_us"] = lambda: finish(torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))  # noqa: B023
-            calls["torch_two_shot_us"] = lambda: finish(torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name))  # noqa: B023
-        except Exception as error:
-            note_failure("symm_mem", error)
-        yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
 
 
 def norm_prefill(rank: int, world: int) -> Iterator[Row]:
@@ -541,52 +470,9 @@ def dispatch(rank: int, world: int) -> Iterator[Row]:
         )
 
 
-def all_reduce(rank: int, world: int) -> Iterator[Row]:
-    """The kernels of all-reduce beside each other and beside torch's two shots."""
-    name, machine, chosen = dist.group.WORLD.group_name, communicator().machine, plans.all_reduce
-    kits: dict[str, Communicator] = {}
-    forced = {
-        "packets_us": lambda nbytes: plans._by_packets(
-            "all_reduce_two_shot", -(-plans._packets(nbytes) // world), plans._room(machine) // 2, machine
-        ),
-        "staged_us": lambda nbytes: plans.Plan(plans.STAGED, machine.sm_count, 512),
-        "rings_us": lambda nbytes: plans._ring("all_reduce_relay", machine),
-    }
-    for size in few(8, 32, 2, 4, 16, 64):
-        nbytes = size << 20
-        x, out = torch.randn(nbytes // 2, device="cuda").to(BF16), torch.empty(nbytes // 2, device="cuda", dtype=BF16)
-        calls: dict[str, Call] = {}
-        for kind, plan in forced.items():
-            if kind == "staged_us" and nbytes > machine.staged_bytes:  # for which there is no memory
-                continue
-            kit = kits.setdefault(kind, Communicator())
-            plans.all_reduce = lambda nbytes, machine, packets_fit=True, plan=plan: plan(nbytes)
-            kit.all_reduce(x, out)  # keeps the launch of this size
-            calls[kind] = lambda kit=kit: kit.all_reduce(x, out)  # noqa: B023
-        plans.all_reduce = chosen
-        try:
-            shared = symmetric_memory.empty(nbytes // 2, device="cuda", dtype=BF16)
-            symmetric_memory.rendezvous(shared, dist.group.WORLD)
-            calls["torch_two_shot_us"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
-        except Exception as error:
-            note_failure("symm_mem", error)
-        times = microseconds(calls, max(4, 200 // size))
-        yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
-
-
-def everything(rank: int, world: int) -> Iterator[Row]:
-    for bench in (check, gather, decode, dispatch, all_reduce):
-        yield from bench(rank, world)
-
-
 BENCHES = {
-    "everything": everything, "gather": gather, "check": check, "product": product, "fp8": in_fp8, "mlp": mlp, "decode": decode,
-    "norm_prefill": norm_prefill, "dispatch": dispatch, "all_reduce": all_reduce,
+    "gather": gather, "check": check, "product": product, "fp8": in_fp8, "mlp": mlp, "norm_prefill": norm_prefill, "dispatch": dispatch,
 }  # fmt: skip
-
-
-def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:
-    yield from BENCHES[what](rank, ranks)
 
 
 if __name__ == "__main__":
@@ -594,4 +480,4 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=BENCHES)
     options = parser.parse_args()
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    run_on_shared_gpus(1 if options.what == "product" else options.ranks, options.out, rows_of, options.what)
+    run_on_shared_gpus(1 if options.what == "product" else options.ranks, options.out, BENCHES[options.what])

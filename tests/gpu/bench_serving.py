@@ -4,7 +4,7 @@
 
 Checks sums, norms, unequal parts and captured calls of the communicator first; exits with 1 where a result is wrong. Times are of replayed
 graphs: the slowest rank's median of five stretches, microseconds. Ranks share GPUs where there are fewer GPUs than ranks: then times are a
-virtual node's, whose links are its memory. Every line of output but the last table's is a JSON object; ``--out`` appends them to a file."""
+virtual node's, whose links are its memory. Every line of output is a JSON object; ``--out`` appends them to a file."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,20 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
-from harness import BF16, Call, Row, note_failure, replay, run_on_shared_gpus, script, slowest_in_turn
+from harness import BF16, Call, Row, in_symmetric_memory, note_failure, replay, run_on_shared_gpus, script, slowest_in_turn, small
 
 from peerlane import ops
 from peerlane.ops.serving import CustomAllReduce
 
 HIDDEN, EPSILON, TOKENS = 8192, 1e-6, (1, 8, 64, 512)
-COLUMNS = ("fused", "fused_invariant", "fused_block_fp8", "communicator_then_norm", "torch_one_shot_then_norm", "torch_two_shot_then_norm")
 
 
-def small(*shape: int, seed: int) -> torch.Tensor:
-    """Small integers, of which sums are exact; the same on all ranks for one seed."""
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(BF16).cuda()
+def residual_and_weight(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return small(tokens, HIDDEN, seed=50, largest=3), small(HIDDEN, seed=51, largest=3)
 
 
 def norm_of(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -35,7 +32,7 @@ def norm_of(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def wrong_norms(rank: int, world: int, tokens: int) -> int:
     """Counts wrong numbers of the sum, of Gemma's norm and of blocks in e4m3, of calls and of a replay."""
-    xs, residual, weight = [small(tokens, HIDDEN, seed=q) for q in range(world)], small(tokens, HIDDEN, seed=50), small(HIDDEN, seed=51)
+    xs, (residual, weight) = [small(tokens, HIDDEN, seed=q, largest=3) for q in range(world)], residual_and_weight(tokens)
     total = torch.stack(xs).float().sum(0) + residual.float()
     plain, gemma = norm_of(total, weight), norm_of(total, weight.float() + 1)
     wrong = 0
@@ -55,7 +52,7 @@ def wrong_sums(rank: int, world: int, comm: CustomAllReduce) -> int:
     """Counts wrong numbers of the communicator's sums, called and captured, and of unequal parts in packets and in rings."""
     wrong = int(comm.disabled)
     for shape in ((1, HIDDEN), (3, 5), (512, HIDDEN)):
-        terms = [small(*shape, seed=q) for q in range(world)]
+        terms = [small(*shape, seed=q, largest=3) for q in range(world)]
         total, x = torch.stack(terms).float().sum(0), terms[rank].clone()
         with comm.capture():
             comm.custom_all_reduce(x)
@@ -68,16 +65,16 @@ def wrong_sums(rank: int, world: int, comm: CustomAllReduce) -> int:
             wrong += int((out.float() != factor * total).sum())
     for most in (3, 40, 20_000):
         sizes = [0 if q == 1 else most - q for q in range(world)]
-        own = [small(size, 1024, seed=q) for q, size in enumerate(sizes)]
+        own = [small(size, 1024, seed=q, largest=3) for q, size in enumerate(sizes)]
         wrong += int((ops.all_gatherv(own[rank], sizes) != torch.cat(own)).sum())
-        whole = [small(sum(sizes), 1024, seed=90 + q) for q in range(world)]
+        whole = [small(sum(sizes), 1024, seed=90 + q, largest=3) for q in range(world)]
         part = torch.stack(whole).float().sum(0).split(sizes)[rank]
         wrong += int((ops.reduce_scatterv(whole[rank], sizes).float() != part).sum())
     return wrong
 
 
 def calls_of(tokens: int, comm: CustomAllReduce) -> dict[str, Callable[[], Any]]:
-    x, residual, weight = torch.randn(tokens, HIDDEN, device="cuda").to(BF16), small(tokens, HIDDEN, seed=50), small(HIDDEN, seed=51)
+    x, (residual, weight) = torch.randn(tokens, HIDDEN, device="cuda").to(BF16), residual_and_weight(tokens)
 
     def normed(total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         added = total + residual
@@ -93,9 +90,7 @@ def calls_of(tokens: int, comm: CustomAllReduce) -> dict[str, Callable[[], Any]]
         "norm": lambda: normed(x),
     }
     try:
-        shared, name = symmetric_memory.empty(tokens, HIDDEN, device="cuda", dtype=BF16), dist.group.WORLD.group_name
-        symmetric_memory.rendezvous(shared, dist.group.WORLD)
-        shared.copy_(x)
+        shared, name = in_symmetric_memory(x)
         calls["torch_one_shot_then_norm"] = lambda: normed(torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))
         calls["torch_two_shot_then_norm"] = lambda: normed(torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name))
     except Exception as error:
@@ -111,7 +106,6 @@ def rows(rank: int, world: int) -> Iterator[Row]:
         "reason": comm.reason,
         "wrong": wrong_sums(rank, world, comm),
     }
-    table = []
     for tokens in TOKENS:
         yield {"check": "norms", "tokens": tokens, "wrong": wrong_norms(rank, world, tokens)}
         graphs: dict[str, Call] = {}
@@ -124,11 +118,6 @@ def rows(rank: int, world: int) -> Iterator[Row]:
         ops.set_batch_invariant(False)
         times = slowest_in_turn(graphs, 200 if tokens < 512 else 50, warm_up=50)
         yield {"bench": "serving", "tokens": tokens, "hidden": HIDDEN, "ranks": world, "microseconds": times}
-        table.append([str(tokens), *(f"{times[name]:.1f}" if name in times else "-" for name in COLUMNS)])
-    if rank == 0:
-        print(
-            "\n".join("| " + " | ".join(line) + " |" for line in [["tokens", *COLUMNS], ["---:"] * (1 + len(COLUMNS)), *table]), flush=True
-        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Attention on this machine's first GPU: right numbers for many shapes, then its speed beside torch's attention.
 
-    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--depths 64] [--ring 4] [--out FILE]
+    PYTHONPATH=src python tests/gpu/check_attention.py [--seconds 60] [--depths 64] [--ring 4] [--out FILE]
 
 Results are compared with float32 attention of the same inputs. A speed is the median of stretches that take turns, in TFLOP/s of products
 that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. Exits with 1 if a result was wrong.
@@ -31,14 +31,6 @@ from peerlane.device.attention.ring import RingAttention, Shape
 from peerlane.device.attention.ulysses import UlyssesAttention, UlyssesPlan
 
 FP16 = torch.float16
-VARIANTS = (
-    AttentionTiling(2, 128, 128, 5),
-    AttentionTiling(2, 160, 128, 4),
-    AttentionTiling(2, 176, 128, 4, output_slots=1),
-    AttentionTiling(2, 128, 64, 8),
-    AttentionTiling(2, 176, 64, 6),
-    AttentionTiling(3, 128, 64, 6),
-)
 # batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype
 SHAPES = (
     (2, 256, 256, 4, 4, 128, 128, False, BF16),
@@ -258,7 +250,7 @@ def ring_steps(count: int) -> Iterator[Iterable[Row]]:
 def steps(options: argparse.Namespace) -> Iterator[Iterable[Row]]:
     (group,) = LocalRanks(1).groups
     begin, broken = time.perf_counter(), set[AttentionTiling | None]()
-    variants = list(VARIANTS if options.tilings == "all" else [tiling for tiling in TILINGS if tiling.groups > 1])
+    variants = [tiling for tiling in TILINGS if tiling.groups > 1]
     fastest: dict[tuple[int, bool], dict[str, float]] = {}
 
     def checked(shape: tuple[Any, ...], tiling: AttentionTiling | None) -> Iterator[Row]:
@@ -291,7 +283,6 @@ def steps(options: argparse.Namespace) -> Iterator[Iterable[Row]]:
 
 if __name__ == "__main__":
     parser = script(__doc__)
-    parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
     parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
     parser.add_argument("--depths", type=int, nargs="*", help="depths of the speeds and of the checked shapes; all by default")

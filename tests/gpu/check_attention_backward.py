@@ -4,9 +4,8 @@
 
 Gradients are compared with those of float64 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
 products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass by two kernels, ``kit
-fused`` by one, whose sums have a fixed order or any; ``share`` is that of the faster one with a fixed order. ``pair`` is the two without
-``numbers``; ``dq``, ``dkv`` and ``fused`` in its variants are kernels alone, and ``sums`` turns the sums of ``fused`` into dq. The script
-prints every step before it begins, and ends where a step takes longer than STEP_S. Exits with 1 if something is wrong.
+fused`` by one, whose sums have a fixed order or any; ``share`` is that of the faster one with a fixed order. The script prints every step
+before it begins, and ends where a step takes longer than STEP_S. Exits with 1 if something is wrong.
 """
 
 import argparse
@@ -18,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from peerlane.device import compile_cubin
 from peerlane.device.attention import backward, forward, fused_backward
 from peerlane.device.attention.backward import BackwardTiling, choose_tiling, query_numbers
 from peerlane.device.attention.forward import Sizes
-from peerlane.device.attention.fused_backward import FusedTiling
 
 # batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype; the simplest first
 SHAPES = (
@@ -49,19 +48,6 @@ SHAPES = (
     (2, 200, 130, 2, 1, 128, 128, True, FP16),
 )
 POINTS = tuple((depth, length, causal) for length in (4096, 8192, 16384) for depth in (128, 64) for causal in (False, True))
-TILINGS = (
-    BackwardTiling(True, 2, 128, 64, 6),
-    BackwardTiling(True, 2, 64, 128, 6),
-    BackwardTiling(False, 2, 128, 64, 6),
-    BackwardTiling(False, 2, 128, 128, 4),
-)
-FUSED = {
-    "fused": FusedTiling(64, 128),
-    "fused unordered": FusedTiling(64, 128, ordered=False),
-    "fused 64": FusedTiling(64, 64, slots=8),
-    "fused 128": FusedTiling(128, 64),
-    "fused 128 unordered": FusedTiling(128, 64, ordered=False),
-}
 BEGIN = time.perf_counter()
 KERNELS = ("dq", "dkv", "fused")
 STEP_S = 15
@@ -79,12 +65,13 @@ def compile_one(job: tuple[str, tuple[tuple[str, str | int], ...]]) -> None:
 
 def compile_ahead() -> None:
     """All kernels of both lists, before this process touches the GPU, by as many processes as there are cores."""
-    tilings = {(tiling, BF16) for tiling in TILINGS}
+    tilings = set[tuple[BackwardTiling, torch.dtype]]()
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
     jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
-    for tiling, dtype in (*((tiling, BF16) for tiling in FUSED.values()), *((tiling, FP16) for tiling in fused_backward.TILINGS)):
-        jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(tiling, dtype).items())))
+    for tiling in fused_backward.TILINGS:
+        for kernel, dtype in ((tiling, BF16), (tiling, FP16), (replace(tiling, ordered=False), BF16)):
+            jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(kernel, dtype).items())))
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
         jobs.add((forward.ATTENTION.source, tuple(chosen.items())))
@@ -127,38 +114,15 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
     return told
 
 
-def pair(group: Any, known: dict[str, torch.Tensor], sizes: Sizes) -> None:
-    for of_keys in (False, True):
-        backward.gradients(group, known, sizes, None, of_keys=of_keys)
-
-
 def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     batch, heads = TOKENS // length, HIDDEN // depth
     q, k, v, dout = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(4))
     out, logarithms = forward.attention(q, k, v, causal=causal, group=group)
-    sizes, numbers = Sizes.of(q, k, causal, None), query_numbers(group, dout, out, logarithms)
-    tensors = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
-    tensors |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
-    calls: dict[str, Callable[[], Any]] = {
-        "kit": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group, fused=False),
-        "kit fused": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
-        "kit fused unordered": lambda: backward.attention_backward(
-            dout, q, k, v, out, logarithms, causal=causal, group=group, ordered=False
-        ),
-        "numbers": lambda: query_numbers(group, dout, out, logarithms),
-    }
-    for tiling in (item for item in TILINGS if item.depth == depth):
-        name = f"{'dkv' if tiling.of_keys else 'dq'} {tiling.columns}"
-        calls[name] = backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
-    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers}
-    calls["pair"] = lambda: pair(group, known, sizes)
-    for name, fused in FUSED.items():
-        if fused.depth == depth:
-            own = {"sums": torch.zeros((fused.pieces(sizes), fused.piece_floats), device="cuda")}
-            own["turns"] = torch.zeros(fused.pieces(sizes), dtype=torch.int32, device="cuda")
-            calls[name] = fused_backward.bind(group, tensors | own, sizes, None, fused)
-            calls["sums"] = fused_backward.bind_queries(group, own["sums"], tensors["dq"], sizes, None, fused)
-            tensors |= {f"{name} {key}": tensor for key, tensor in own.items()}  # launches hold addresses
+
+    def kit(**how: bool) -> Callable[[], Any]:
+        return lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group, **how)
+
+    calls = {"kit": kit(fused=False), "kit fused": kit(), "kit fused unordered": kit(ordered=False)}
     flat = [tensor.transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
     flat_dout = dout.transpose(1, 2).contiguous()
     for name, backend in TORCH.items():

@@ -28,7 +28,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-from harness import FP8, Row, device_us, meet, replay, run_on_shared_gpus, script, sharing
+from harness import FP8, Row, device_us, in_symmetric_memory, meet, replay, run_on_shared_gpus, script, sharing
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
@@ -93,12 +93,22 @@ def finish(work: Any) -> None:
         work.wait()
 
 
+def in_place(source: torch.Tensor, target: torch.Tensor, run: Callable[[torch.Tensor, bool], Any]) -> Call:
+    """Returns an operation on ``target``, with the contents of ``source``."""
+
+    def call(later: bool) -> None:
+        target.copy_(source)
+        finish(run(target, later))
+
+    return call
+
+
 def reductions(at: Ranks, count: int, dtype: torch.dtype) -> Iterator[Operation]:
-    """All-reduce, reduce and reduce-scatter by every reduction but the sum. Means are exact in every dtype where a power of two divides."""
+    """All-reduce, reduce and reduce-scatter by every reduction. Means are exact in every dtype where a power of two divides."""
     rank, world, root = at.rank, at.world, at.world - 1
     one, other = (torch.zeros(count, dtype=dtype, device=at.device) for _ in range(2))
     wide = torch.zeros(count * world, dtype=dtype, device=at.device)
-    cases: list[tuple[str, Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+    cases: list[tuple[str, Any, Callable[[torch.Tensor], torch.Tensor]]] = [("sum", dist.ReduceOp.SUM, lambda x: x.sum(0))]
     if dtype not in FP8:  # NCCL has these without, too
         cases += [("max", dist.ReduceOp.MAX, lambda x: x.amax(0)), ("min", dist.ReduceOp.MIN, lambda x: x.amin(0))]
     if dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -106,33 +116,19 @@ def reductions(at: Ranks, count: int, dtype: torch.dtype) -> Iterator[Operation]
     if at.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32):  # gloo has none
         cases += [("premul_sum", dist.__dict__["_make_nccl_premul_sum"](0.25), lambda x: x.sum(0) / 4)]
 
-    def stacked(given: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([item.double() for item in given])
-
     for name, op, answer in cases:
-
-        def all_reduce(later: bool, op: Any = op) -> None:
-            other.copy_(one)
-            finish(dist.all_reduce(other, op, async_op=later))
-
-        def reduce(later: bool, op: Any = op) -> None:
-            other.copy_(one)
-            finish(dist.reduce(other, root, op, async_op=later))
 
         def scatter(later: bool, op: Any = op) -> None:
             finish(dist.reduce_scatter_tensor(other, wide, op, async_op=later))
 
         def whole(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor:
-            return answer(stacked(given))  # type: ignore[no-any-return]
+            return answer(torch.stack([item.double() for item in given]))  # type: ignore[no-any-return]
 
-        def at_root(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor | None:
-            return answer(stacked(given)) if rank == root else None
-
-        def own(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor:
-            return answer(stacked(given)).view(world, -1)[rank]  # type: ignore[no-any-return]
-
+        all_reduce = in_place(one, other, lambda t, later, op=op: dist.all_reduce(t, op, async_op=later))  # type: ignore[misc]
+        reduce = in_place(one, other, lambda t, later, op=op: dist.reduce(t, root, op, async_op=later))  # type: ignore[misc]
         yield Operation(f"all_reduce {name}", one, other, all_reduce, whole)
-        yield Operation(f"reduce {name}", one, other, reduce, at_root)
+        yield Operation(f"reduce {name}", one, other, reduce, lambda given, whole=whole: whole(given) if rank == root else None)  # type: ignore[misc]
+        own = lambda given, whole=whole: whole(given).view(world, -1)[rank]  # noqa: E731
         yield Operation(f"reduce_scatter_tensor {name}", wide, other, scatter, own)
 
 
@@ -154,29 +150,14 @@ def operations(at: Ranks, count: int, dtype: torch.dtype, *, sums: bool) -> Iter
 
     one, other, wide, wider, odd = new(), new(), new(world), new(world), torch.zeros(count + 1, dtype=dtype, device=at.device)[1:]
 
-    def in_place(target: torch.Tensor, run: Callable[[torch.Tensor, bool], Any]) -> Call:
-        def call(later: bool) -> None:
-            target.copy_(one)
-            finish(run(target, later))
-
-        return call
-
     if sums:
         yield from reductions(at, count, dtype)
-        yield Operation("all_reduce", one, other, in_place(other, lambda t, later: dist.all_reduce(t, async_op=later)), total)
-        yield Operation("all_reduce misaligned", one, odd, in_place(odd, lambda t, later: dist.all_reduce(t, async_op=later)), total)
-        reduce = in_place(other, lambda t, later: dist.reduce(t, root, async_op=later))
-        yield Operation("reduce", one, other, reduce, lambda given: total(given) if rank == root else None)
-
-        def scattered(given: list[torch.Tensor]) -> torch.Tensor:
-            return part(total(given), rank)
+        yield Operation("all_reduce misaligned", one, odd, in_place(one, odd, lambda t, later: dist.all_reduce(t, async_op=later)), total)
 
         def reduce_scatter_list(later: bool) -> None:
             finish(dist.reduce_scatter(other, [piece.clone() for piece in wide.chunk(world)], async_op=later))
 
-        single = lambda later: finish(dist.reduce_scatter_tensor(other, wide, async_op=later))  # noqa: E731
-        yield Operation("reduce_scatter_tensor", wide, other, single, scattered)
-        yield Operation("reduce_scatter", wide, other, reduce_scatter_list, scattered)
+        yield Operation("reduce_scatter", wide, other, reduce_scatter_list, lambda given: part(total(given), rank))
 
         def functional(later: bool) -> None:
             calls, name = torch.ops._c10d_functional, dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -193,11 +174,11 @@ def operations(at: Ranks, count: int, dtype: torch.dtype, *, sums: bool) -> Iter
         yield Operation("functional all_reduce", one, other, functional, total)
         yield Operation("coalesced all_reduce", one, other, coalesced, total)
         if at.half is not None:
-            half = in_place(other, lambda t, later: dist.all_reduce(t, group=at.half, async_op=later))
+            half = in_place(one, other, lambda t, later: dist.all_reduce(t, group=at.half, async_op=later))
             yield Operation("all_reduce of a sub-group", one, other, half, lambda given: total([given[r] for r in at.members]))
         return
 
-    broadcast = in_place(other, lambda t, later: dist.broadcast(t, root, async_op=later))
+    broadcast = in_place(one, other, lambda t, later: dist.broadcast(t, root, async_op=later))
     yield Operation("broadcast", one, other, broadcast, lambda given: given[root])
     gather_single = lambda later: finish(dist.all_gather_into_tensor(wide, one, async_op=later))  # noqa: E731
     yield Operation("all_gather_into_tensor", one, wide, gather_single, torch.cat)
@@ -358,14 +339,10 @@ def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Call]:
     }
 
 
-def symmetric_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, dict[str, Callable[[], Any]]]:
+def symmetric_calls(at: Ranks, nbytes: int) -> dict[str, dict[str, Callable[[], Any]]]:
     """torch's symmetric-memory operators, by collective and name; none of them uses multicast."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    name, operators = group.group_name, torch.ops.symm_mem
-    buffer = symmetric.empty(nbytes // 2, dtype=torch.bfloat16, device=at.device)
-    buffer.zero_()
-    symmetric.rendezvous(buffer, name)
+    operators = torch.ops.symm_mem
+    buffer, name = in_symmetric_memory(torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=at.device))
     waited = torch.ops._c10d_functional.wait_tensor  # they run on streams of their own
     return {
         "all_reduce": {
@@ -435,7 +412,7 @@ def bench(at: Ranks, plain: Any) -> Iterator[Row]:
         if cuda:
             problem = ""
             try:
-                symmetric = symmetric_calls(at, dist.group.WORLD, nbytes)
+                symmetric = symmetric_calls(at, nbytes)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             if problem := next(filter(None, at.agree(problem)), ""):

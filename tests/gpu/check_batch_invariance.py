@@ -5,8 +5,8 @@
 Each operator runs with all 4,096 rows of a pool, then with 1, 2, ... 4,096 of them, from another first row each time; every row's bits are
 compared with those of the first run. Where the seconds do not last, numbers of rows are left out evenly. Without the mode 64 numbers are
 looked at. Then both modes are timed: the slowest rank's median of replayed graphs that take turns, with the kernel that selects the rows.
-``tiles``: whether the shape of tiles changes the bits of a product of one rank. Prints lines of JSON and a table; exits with 1 where bits
-differ in the mode."""
+``tiles``: whether the shape of tiles changes the bits of a product of one rank. Prints lines of JSON; exits with 1 where bits differ in
+the mode."""
 
 import os
 import time
@@ -185,35 +185,21 @@ def tiles(rank: int, world: int) -> Iterator[Row]:
 # --- price ---
 
 
-def unfused(rank: int) -> Callable[[torch.Tensor], Results]:
-    """Returns what all_reduce_rms_norm took the place of above 512 tokens."""
-    x, added, weight = drawn(POOL, WIDE, seed=1000 * (rank + 1) + 6), drawn(POOL, WIDE, seed=7), drawn(WIDE, seed=8)
-
-    def call(rows: torch.Tensor) -> Results:
-        total = ops.all_reduce(x[rows]) + added[rows]
-        return torch.nn.functional.rms_norm(total, (WIDE,), weight, 1e-6), total
-
-    return call
-
-
-def price(name: str, operator: Operator, rank: int) -> Iterator[Row]:
+def price(name: str, operator: Operator) -> Iterator[Row]:
     """The time of a call with the rows' selection, off and on."""
     for m in TIMED:
         rows = torch.arange(m, device="cuda")
 
-        def in_mode(enabled: bool, call: Callable[[torch.Tensor], Results]) -> Call:
+        def in_mode(enabled: bool) -> Call:
             def run() -> Results:
                 ops.set_batch_invariant(enabled)
-                return call(rows)  # noqa: B023
+                return operator.call(rows)  # noqa: B023
 
             return run
 
-        calls = {"off_us": in_mode(False, operator.call), "on_us": in_mode(True, operator.call)}
-        if name == "all_reduce_rms_norm":
-            calls["unfused_us"] = in_mode(False, unfused(rank))
         row: Row = {"operator": name, "m": m}
         try:
-            row |= slowest_in_turn({key: replay(call) for key, call in calls.items()}, 20, warm_up=5)
+            row |= slowest_in_turn({"off_us": replay(in_mode(False)), "on_us": replay(in_mode(True))}, 20, warm_up=5)
         except Exception as error:
             row |= {"failed": f"{type(error).__name__}: {error}"}
         yield row
@@ -225,7 +211,6 @@ def price(name: str, operator: Operator, rank: int) -> Iterator[Row]:
 def rows_of(seconds: float, chosen: list[str], rank: int, world: int) -> Iterator[Row]:
     begin, every = time.monotonic(), operators(rank, world)
     names = [name for name in every if not chosen or name in chosen]
-    seen: list[Row] = []
     for number, name in enumerate(names):
         now = time.monotonic()
         share = (begin + seconds - now) / (len(names) - number)
@@ -233,28 +218,10 @@ def rows_of(seconds: float, chosen: list[str], rank: int, world: int) -> Iterato
             found = sweep(name, every[name], rank, world, enabled, now + 0.7 * share)
             if enabled:
                 found["wrong"] = found["rows_that_differ"] if rank == 0 else 0
-            seen.append(found)
             yield found
-        for timed in price(name, every[name], rank):
-            seen.append(timed)
-            yield timed
+        yield from price(name, every[name])
     if not chosen or "tiles" in chosen:
         yield from tiles(rank, world)
-    if rank == 0:
-        table(seen)
-
-
-def table(seen: list[Row]) -> None:
-    print(
-        f"{'operator':28} {'numbers of rows':>15} {'differ off':>10} {'differ on':>9}  "
-        + "".join(f"{f'm={m} off':>11} {'on us':>8}" for m in TIMED)
-    )
-    for name in dict.fromkeys(row["operator"] for row in seen):
-        off, on = (next(row for row in seen if row["operator"] == name and row.get("batch_invariant") is mode) for mode in (False, True))
-        times = {row["m"]: row for row in seen if row["operator"] == name and "m" in row}
-        prices = "".join(f"{times[m].get('off_us', '-'):>11} {times[m].get('on_us', '-'):>8}" for m in TIMED)
-        differ = [f"{row['numbers_that_differ']}/{row['numbers_of_rows']}" for row in (off, on)]
-        print(f"{name:28} {on['numbers_of_rows']:>9} of {on['of']} {differ[0]:>10} {differ[1]:>9}  {prices}", flush=True)
 
 
 if __name__ == "__main__":

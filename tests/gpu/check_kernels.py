@@ -40,10 +40,10 @@ def spread(ranks: LocalRanks, tensor: torch.Tensor) -> Tensors:
 
 @dataclass
 class Workload:
-    """``call(rank, inputs) -> output`` for each rank, ``draw()`` for inputs of all ranks, and the exact ``answer`` to them on each."""
+    """``call(rank, *inputs) -> output`` for each rank, ``draw()`` for inputs of all ranks, and the exact ``answer(*inputs)`` on each."""
 
     name: str
-    draw: Callable[[], Tensors | tuple[Tensors, ...]]
+    draw: Callable[[], tuple[Tensors, ...]]
     call: Callable[..., torch.Tensor | None]
     answer: Callable[..., list[torch.Tensor | None]]
 
@@ -54,8 +54,8 @@ def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], n
     part = max(1, nbytes // dtype.itemsize // count)
     total = part * count
 
-    def draw(elements: int) -> Callable[[], Tensors]:
-        return lambda: [integers((elements,), dtype, ranks.groups[rank].device) for rank in range(count)]
+    def draw(elements: int) -> Callable[[], tuple[Tensors]]:
+        return lambda: ([integers((elements,), dtype, ranks.groups[rank].device) for rank in range(count)],)
 
     def summed(inputs: Tensors) -> torch.Tensor:
         return torch.stack([tensor.to(ranks.groups[0].device).double() for tensor in inputs]).sum(0).to(dtype)
@@ -125,16 +125,17 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
         # Sums of so many products of -1, 0 and 1 stay far below 256, up to which bfloat16 holds every integer: partial ones travel in it.
         return [gemm.aligned(integers((rows, columns), BF16, ranks.groups[rank].device, largest=1)) for rank in range(count)]
 
-    def summed(pairs: tuple[Tensors, Tensors]) -> torch.Tensor:
-        first = ranks.groups[0].device
-        return torch.stack([a.to(first).float() @ b.to(first).float() for a, b in zip(*pairs, strict=True)]).sum(0).to(BF16)
+    first = ranks.groups[0].device
 
-    def rows_of_sum(pairs: tuple[Tensors, Tensors]) -> list[torch.Tensor | None]:
-        return [part.to(ranks.groups[rank].device) for rank, part in enumerate(summed(pairs).chunk(count))]
+    def summed(lefts: Tensors, rights: Tensors) -> torch.Tensor:
+        return torch.stack([a.to(first).float() @ b.to(first).float() for a, b in zip(lefts, rights, strict=True)]).sum(0).to(BF16)
 
-    def product_of_all(pairs: tuple[Tensors, Tensors]) -> list[torch.Tensor | None]:
-        whole = torch.cat([a.to(ranks.groups[0].device) for a in pairs[0]], dim=1).float()
-        return [(whole @ b.to(ranks.groups[0].device).float()).to(BF16).to(b.device) for b in pairs[1]]
+    def rows_of_sum(lefts: Tensors, rights: Tensors) -> list[torch.Tensor | None]:
+        return [part.to(ranks.groups[rank].device) for rank, part in enumerate(summed(lefts, rights).chunk(count))]
+
+    def product_of_all(lefts: Tensors, rights: Tensors) -> list[torch.Tensor | None]:
+        whole = torch.cat([a.to(first) for a in lefts], dim=1).float()
+        return [(whole @ b.to(first).float()).to(BF16).to(b.device) for b in rights]
 
     yield Workload(
         f"gemm_reduce_scatter {m}x{n}x{k}", lambda: (matrices(m, k), matrices(k, n)), lambda rank, a, b: multiply[rank](a, b), rows_of_sum
@@ -143,7 +144,7 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
         f"gemm_all_reduce {m}x{n}x{k}",
         lambda: (matrices(m, k), matrices(k, n)),
         lambda rank, a, b: reduced[rank](a, b),
-        lambda pairs: list(spread(ranks, summed(pairs))),
+        lambda lefts, rights: list(spread(ranks, summed(lefts, rights))),
     )
     yield Workload(
         f"all_gather_gemm {m}x{n}x{k}",
@@ -153,8 +154,8 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
     )
 
 
-def arguments(drawn: Tensors | tuple[Tensors, ...], rank: int) -> tuple[torch.Tensor, ...]:
-    return tuple(tensors[rank] for tensors in drawn) if isinstance(drawn, tuple) else (drawn[rank],)
+def arguments(drawn: tuple[Tensors, ...], rank: int) -> list[torch.Tensor]:
+    return [tensors[rank] for tensors in drawn]
 
 
 def check(ranks: LocalRanks, work: Workload, calls: int = 3) -> int:
@@ -162,9 +163,8 @@ def check(ranks: LocalRanks, work: Workload, calls: int = 3) -> int:
     wrong = 0
     for _ in range(calls):
         drawn = work.draw()
-        expected = work.answer(drawn)
-        for gpu in range(ranks.gpus):
-            torch.cuda.synchronize(gpu)
+        expected = work.answer(*drawn)
+        ranks.synchronize_gpus()
         got = [work.call(group.rank, *arguments(drawn, group.rank)) for group in ranks.each()]
         ranks.synchronize()
         wrong += sum(int(wrong_words(got[group.rank], expected[group.rank])) for group in ranks.each())
@@ -174,10 +174,9 @@ def check(ranks: LocalRanks, work: Workload, calls: int = 3) -> int:
 def soak(ranks: LocalRanks, work: Workload, launches: int) -> int:
     """Wrong words in so many launches, replayed with nothing between them but delays of random ranks."""
     drawn = [work.draw() for _ in range(POOL)]
-    expected = [work.answer(item) for item in drawn]
+    expected = [work.answer(*item) for item in drawn]
     wrong = [torch.zeros((), dtype=torch.int64, device=ranks.groups[rank].device) for rank in range(len(ranks.groups))]
-    for gpu in range(ranks.gpus):
-        torch.cuda.synchronize(gpu)
+    ranks.synchronize_gpus()
     for number in range(POOL):
         for group in ranks.each():
             work.call(group.rank, *arguments(drawn[number], group.rank))

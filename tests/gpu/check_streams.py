@@ -72,9 +72,14 @@ def ddp(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
     return {"wrong": int(sums.wrong) + (not alike) + (not finite), "alike": alike, "finite": finite}
 
 
-def groups(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+def of_all_and_of_two(rank: int, device: torch.device, count: int) -> list[Sums]:
+    """Sums over all ranks, and over this one and its neighbour, of ``count`` elements."""
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-    both = [Sums(dist.group.WORLD, device, 5000), Sums(pairs[rank // 2], device, 70_000)]
+    return [Sums(dist.group.WORLD, device, 5000), Sums(pairs[rank // 2], device, count)]
+
+
+def groups(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+    both = of_all_and_of_two(rank, device, 70_000)
     streams = [torch.cuda.Stream(device) for _ in both]
     for step in range(steps):
         for number, (sums, stream) in enumerate(zip(both, streams, strict=True)):
@@ -85,8 +90,7 @@ def groups(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def threads(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
-    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
-    both = [Sums(dist.group.WORLD, device, 5000), Sums(pairs[rank // 2], device, 5000)]
+    both = of_all_and_of_two(rank, device, 5000)
     for sums in both:  # connections and compilation, which are collective
         sums.step(0, by_ops=True)
         sums.step(0, by_ops=False)
@@ -126,30 +130,23 @@ def price(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
     kit, x = communicator(dist.group.WORLD), torch.zeros(256, device=device)
     kit.all_reduce(x)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    launches = list(kit._launches.values())
-    found: dict[str, list[float]] = {"one stream, no lane": [], "one stream": [], "two streams": []}
 
-    def timed(name: str, calls: int = 200) -> None:
+    def host_us(count: int, calls: int = 200) -> float:
         dist.barrier()
         torch.cuda.synchronize(device)
         begin = time.perf_counter()
         for call in range(calls):
-            if name == "two streams":
-                with torch.cuda.stream(streams[call % 2]):
-                    kit.all_reduce(x)
-            else:
-                with torch.cuda.stream(streams[0]):
-                    kit.all_reduce(x)
-        found[name].append((time.perf_counter() - begin) / calls * 1e6)
-        torch.cuda.synchronize(device)
+            with torch.cuda.stream(streams[call % count]):
+                kit.all_reduce(x)
+        return (time.perf_counter() - begin) / calls * 1e6
 
-    lane = lane_of(device)
-    for name in ("one stream, no lane", "one stream", "two streams"):
-        for launch in launches:
-            launch._lane = None if name == "one stream, no lane" else lane
-        for _ in range(12):
-            timed(name)
-    return {"wrong": 0, **{name: [round(value, 2) for value in statistics.quantiles(times[2:], n=4)] for name, times in found.items()}}
+    found = {}
+    for name, lane, count in (("one stream, no lane", None, 1), ("one stream", lane_of(device), 1), ("two streams", lane_of(device), 2)):
+        for launch in kit._launches.values():
+            launch._lane = lane
+        times = [host_us(count) for _ in range(12)]
+        found[name] = [round(value, 2) for value in statistics.quantiles(times[2:], n=4)]
+    return {"wrong": 0, **found}
 
 
 SCENES = {"ddp": ddp, "groups": groups, "threads": threads, "price": price}

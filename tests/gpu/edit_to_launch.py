@@ -44,7 +44,7 @@ _drawn = iter(random.sample(range(2, 1 << 20), 1000))
 
 def small_kernel(factor: int) -> None:
     data = torch.ones(COUNT, device="cuda")
-    kernel = Kernel(compile_cubin(SCALE % factor, arch=arch()), "scale")
+    kernel = Kernel(compile_cubin(SCALE % factor), "scale")
     kernel.launch(COUNT // 256, 256, (data, ctypes.c_int(COUNT)))
     check(data, factor)
 
@@ -76,11 +76,6 @@ def check(data: torch.Tensor, factor: int) -> None:
     torch.cuda.synchronize()
     if not bool((data == factor).all()):
         raise RuntimeError(f"the kernel that multiplies by {factor} was not the one that ran")
-
-
-def arch() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}a"
 
 
 def seconds(name: str, work: Callable[[int], None], times: int) -> Row:

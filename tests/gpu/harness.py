@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 from local_ranks import LocalRanks
 
@@ -184,6 +185,18 @@ def wrong_words(got: torch.Tensor | None, expected: torch.Tensor | None) -> torc
 # --- a process for each rank ---
 
 
+def small(*shape: int, seed: int, largest: int = 1) -> torch.Tensor:
+    """Draws small integers, of which sums are exact; the same on all ranks for one seed."""
+    return torch.randint(-largest, largest + 1, shape, generator=torch.Generator().manual_seed(seed)).to(BF16).cuda()
+
+
+def in_symmetric_memory(values: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Copies a tensor to where all ranks reach it, and names their group: what torch's operators of symmetric memory take."""
+    shared, group = symmetric_memory.empty(values.shape, dtype=values.dtype, device=values.device), dist.group.WORLD
+    symmetric_memory.rendezvous(shared, group)
+    return shared.copy_(values), group.group_name
+
+
 def meet() -> None:
     """Waits for this rank's device and for all ranks."""
     if torch.cuda.is_available():
@@ -202,11 +215,10 @@ def replay(call: Call) -> Call:
     return graph.replay
 
 
-def slowest_in_turn(graphs: Mapping[str, Call], count: int, warm_up: int, start_delay: int = 0, device: str = "cpu") -> dict[str, float]:
+def slowest_in_turn(graphs: Mapping[str, Call], count: int, warm_up: int, start_delay: int = 0) -> dict[str, float]:
     """Returns the slowest rank's median time of a replay, in microseconds.
 
-    ``start_delay``: cycles for which the device waits first, so that the host is ahead. ``device``: where ranks compare, ``cuda`` needs a
-    GPU for each of them.
+    ``start_delay``: cycles for which the device waits first, so that the host is ahead.
     """
 
     def stretch(graph: Call) -> float:
@@ -218,7 +230,7 @@ def slowest_in_turn(graphs: Mapping[str, Call], count: int, warm_up: int, start_
         return device_us(graph, count)
 
     medians = median_in_turn({name: lambda graph=graph: stretch(graph) for name, graph in graphs.items()})
-    slowest = torch.tensor(list(medians.values()), device=device)
+    slowest = torch.tensor(list(medians.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return {name: round(us, 2) for name, us in zip(medians, slowest.tolist(), strict=True)}
 

@@ -26,6 +26,10 @@ class _Shared:
     def device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank % self.gpus)
 
+    def synchronize(self) -> None:
+        for gpu in range(self.gpus):
+            torch.cuda.synchronize(gpu)
+
 
 class LocalRank(CudaGroup):
     """One rank of a process that holds them all."""
@@ -59,20 +63,20 @@ class LocalMemory:
         if self._first():
             devices = map(self._shared.device, range(self._world_size))
             self._shared.regions.append([torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices])
-            self._wait()
+            self._shared.synchronize()
         number, self._added = self._added, self._added + 1
         return LocalRegion(self._shared.regions[number], self._rank)
 
     def synchronize(self) -> None:
         if self._first():
-            self._wait()
+            self._shared.synchronize()
 
     def zero(self, region: Region, offset: int, nbytes: int) -> None:
         assert isinstance(region, LocalRegion)
         if self._first():
             for tensor in region.tensors:
                 tensor[offset : offset + nbytes].zero_()
-            self._wait()
+            self._shared.synchronize()
 
     def release(self) -> None:
         """The memory stays: other ranks have not come to this step yet."""
@@ -86,10 +90,6 @@ class LocalMemory:
             return False
         self._shared.steps = self._steps
         return True
-
-    def _wait(self) -> None:
-        for gpu in range(self._shared.gpus):
-            torch.cuda.synchronize(gpu)
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,10 @@ class LocalRanks:
         for group in self.groups:
             with torch.cuda.device(group.device), torch.cuda.stream(group.shared.streams[group.rank]), entered(group):
                 yield group
+
+    def synchronize_gpus(self) -> None:
+        """Wait for all streams of all GPUs."""
+        self.groups[0].shared.synchronize()
 
     def synchronize(self) -> None:
         """Wait for the work of all ranks."""

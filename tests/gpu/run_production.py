@@ -1,16 +1,14 @@
 """Judge the solutions (or libraries) at sizes of real models, the most telling problems first, in slices that resume.
 
     PYTHONPATH=src python tests/gpu/run_production.py --world-size 2 --out production
-    PYTHONPATH=src python tests/gpu/run_production.py --world-size 4 --ranks-per-gpu 4 --gpus 0,1 --preset bandwidth --out virtual
+    PYTHONPATH=src python tests/gpu/run_production.py --world-size 4 --ranks-per-gpu 4 --preset bandwidth --out virtual
 
-Runs `peerlane eval` on one group of problems after the other. Each GPU of --gpus gets an instance of its own, which sees that GPU alone and
-takes every second problem (of two GPUs); its results are in OUT/gpuI, else in OUT. What is stored there is not judged again: after a cut,
-the same command goes on. All ends --budget seconds after the start, or up to 20 s later: what runs then is interrupted, and judged
-by the next call. Prints a line for every problem that has a result. Exit code 1 if a result is missing or not correct.
+Runs `peerlane eval` on one group of problems after the other. What is stored in OUT is not judged again: after a cut, the same command goes
+on. All ends --budget seconds after the start, or up to 20 s later: what runs then is interrupted, and judged by the next call. Prints a
+line for every problem that has a result. Exit code 1 if a result is missing or not correct.
 """
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -36,14 +34,9 @@ others; references that take long come last."""
 ENDING_S = 20.0
 
 
-def shares(gpus: Sequence[str]) -> list[list[list[int]]]:
-    """The groups of every instance."""
-    return [[list(group[place :: len(gpus)]) for group in GROUPS] for place in range(len(gpus))]
-
-
-def command(options: argparse.Namespace, group: Sequence[int], out: Path) -> list[str]:
+def command(options: argparse.Namespace, group: Sequence[int]) -> list[str]:
     numbers = ",".join(map(str, group))
-    chosen = ["--problem", numbers, "--preset", options.preset, "--cases", "timed", "--mode", options.mode, "--out", str(out)]
+    chosen = ["--problem", numbers, "--preset", options.preset, "--cases", "timed", "--mode", options.mode, "--out", str(options.out)]
     ranks = ["--world-size", str(options.world_size), "--timeout", str(options.timeout), "--device", options.device]
     shared = ["--ranks-per-gpu", str(options.ranks_per_gpu)] if options.ranks_per_gpu else []
     return [sys.executable, "-m", "peerlane", "eval", *options.candidates, *chosen, *ranks, *shared]
@@ -71,50 +64,29 @@ def line(result: Result) -> str:
     return f"{result.problem.id:3d} {result.verdict.kind}{flags} {sum(result.stage_seconds.values()):.0f} s {said} {slow or ''}"
 
 
-def stored(folders: Sequence[Path]) -> list[Result]:
-    return last_right(result for folder in folders if (folder / FILE).is_file() for result in read_results(folder))
+def judge(options: argparse.Namespace, group: Sequence[int], end: float) -> None:
+    """Judges a group, by ``time.monotonic`` until ``end`` or up to ``ENDING_S`` later."""
+    with open(options.out / "log.txt", "ab") as log, subprocess.Popen(command(options, group), stdout=log, stderr=log) as process:
+        for how, seconds in ((signal.SIGINT, max(0.0, end - time.monotonic())), (signal.SIGKILL, ENDING_S)):
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.send_signal(how)  # its processes end by themselves
 
 
 def run(options: argparse.Namespace) -> int:
-    gpus = options.gpus.split(",") if options.gpus else [""]
-    folders = [options.out / f"gpu{gpu}" if gpu else options.out for gpu in gpus]
     end, wanted = time.monotonic() + options.budget, covered(options.candidates)
-    queues = [[kept for group in groups if (kept := [number for number in group if number in wanted])] for groups in shares(gpus)]
-    running: list[subprocess.Popen[bytes] | None] = [None] * len(gpus)
-    told: set[int] = set()
-    logs = []
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        logs.append(open(folder / "log.txt", "ab"))  # noqa: SIM115
-    while any(running) or any(queues):
-        late = time.monotonic() - end
-        for place, gpu in enumerate(gpus):
-            process = running[place]
-            if process is not None and process.poll() is None:
-                if late > ENDING_S:
-                    process.kill()  # its processes end by themselves
-                elif late > 0 and place not in told:
-                    told.add(place)
-                    process.send_signal(signal.SIGINT)
-                continue
-            running[place] = None
-            if late > 0:
-                queues[place].clear()
-            elif queues[place]:
-                environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
-                asked = command(options, queues[place].pop(0), folders[place])
-                running[place] = subprocess.Popen(asked, env=environment, stdout=logs[place], stderr=logs[place])
-        time.sleep(0.5)
-    for log in logs:
-        log.close()
-    found = stored(folders)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for group in GROUPS:
+        kept = [number for number in group if number in wanted]
+        if kept and time.monotonic() < end:
+            judge(options, kept, end)
+    found = last_right(read_results(options.out)) if (options.out / FILE).is_file() else []
     for result in sorted(found, key=lambda item: item.problem.id):
         print(line(result))
     missing = sorted(wanted - {result.problem.id for result in found})
     wrong = [result.problem.id for result in found if not result.correct]
-    print(
-        f"{len(found)} results, not correct: {wrong or 'none'}, missing: {missing or 'none'}; logs: {[str(f / 'log.txt') for f in folders]}"
-    )
+    print(f"{len(found)} results, not correct: {wrong or 'none'}, missing: {missing or 'none'}; log: {options.out / 'log.txt'}")
     return 1 if missing or wrong else 0
 
 
@@ -125,7 +97,6 @@ def main() -> int:
     parser.add_argument("--mode", default="graph,eager")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--ranks-per-gpu", type=int, default=0)
-    parser.add_argument("--gpus", default="", help="GPUs side by side, such as 0,1; by default one instance sees them all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one evaluation")
     parser.add_argument("--budget", type=float, default=500.0, help="seconds for all")

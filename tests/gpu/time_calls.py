@@ -2,7 +2,7 @@
 
     PYTHONPATH=src timeout 90 python tests/gpu/time_calls.py [--ranks 2] [--out FILE]        one GPU is enough, 90 s at most
 
-A line of JSON a call, then a table: median microseconds of a call, over blocks of ``BLOCK`` small calls that the device has time for.
+A line of JSON a call: median microseconds, over blocks of ``BLOCK`` small calls that the device has time for.
 ``call``: it blocks the stream alone; ``async``: with ``async_op=True``; ``wait``: the same and ``wait()`` of its work. NCCL has the same
 ranks where it takes them, else a group of one rank. ``cpu_us`` is the CPU time of the thread.
 """
@@ -85,7 +85,7 @@ def nccl_group(ranks: int) -> tuple[Any, int]:
 
 def rows(rank: int, ranks: int) -> Iterable[Row]:
     warnings.simplefilter("ignore")
-    end, table = time.monotonic() + LIMIT_S, dict[str, dict[str, float]]()
+    end = time.monotonic() + LIMIT_S
     nccl, of_nccl = nccl_group(ranks)
     kit = dist.new_group(backend="peerlane", timeout=timedelta(seconds=20))
     waited: dict[str, Callable[[Callable[..., Any]], Call]] = {
@@ -102,13 +102,7 @@ def rows(rank: int, ranks: int) -> Iterable[Row]:
         if int(over):
             print("the time limit came first") if rank == 0 else None
             break
-        found = host_times(call)
-        table.setdefault(name, {})[library] = found["us"]
-        yield {"call": name, "library": library, "of_ranks": size, **found}
-    if rank == 0:
-        print(f"{'host time of a call, us':34s} {'peerlane':>9s} {f'nccl x{of_nccl}':>9s}")
-        for name, by in table.items():
-            print(f"{name:34s} {by.get('peerlane', float('nan')):9.1f} {by.get('nccl', float('nan')):9.1f}", flush=True)
+        yield {"call": name, "library": library, "of_ranks": size, **host_times(call)}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ example trains with one library after the other. Exits with 1 where one fails or
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,40 +26,24 @@ FOLDER = Path(__file__).parents[2] / "examples" / "training"
 NAMES = ("ddp", "fsdp2", "tensor_parallel", "decode")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run(name: str, options: argparse.Namespace, environment: dict[str, str]) -> bool:
     """Runs an example on all ranks, stores its numbers and tells whether it ended well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        numbers = Path(folder) / "numbers.json"
-        good = run_ranks(name, options, environment, numbers)
+        numbers, start = Path(folder) / "numbers.json", time.monotonic()
+        command += [str(FOLDER / f"{name}.py"), "--json", str(numbers)]
+        command += [part for key in ("model", "steps", "compiler") for part in (f"--{key}", str(getattr(options, key)))]
+        with subprocess.Popen(command, env=os.environ | environment) as launcher:
+            try:
+                launcher.wait(options.limit_s)
+            except subprocess.TimeoutExpired:
+                launcher.terminate()  # it ends the ranks
+        good = launcher.returncode == 0
+        print(f"{name}: {'good' if good else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
         if options.out is not None and numbers.exists():
             row = {"example": name, "good": good, **json.loads(numbers.read_text()), "environment": record()}
             with options.out.open("a") as out:
                 print(json.dumps(row, default=str), file=out)
-    return good
-
-
-def run_ranks(name: str, options: argparse.Namespace, environment: dict[str, str], numbers: Path) -> bool:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.ranks)}
-    command, start = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(numbers)], time.monotonic()
-    command += [part for key in ("model", "steps", "compiler") for part in (f"--{key}", str(getattr(options, key)))]
-    children = [
-        subprocess.Popen(command, env={**os.environ, **environment, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(options.ranks)
-    ]
-    while any(child.poll() is None for child in children):
-        if time.monotonic() - start > options.limit_s or any(child.poll() for child in children):
-            time.sleep(1)
-            for child in children:
-                child.kill()
-        time.sleep(0.1)
-    good = all(child.returncode == 0 for child in children)
-    print(f"{name}: {'good' if good else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
     return good
 
 

@@ -138,7 +138,7 @@ def measure(rings: Rings) -> dict[str, float]:
             if not fits(operation, nbytes, group.machine):
                 continue
             call, out, expected = operation.prepare(group, nbytes)
-            time_us = slowest_in_turn({"ring": replay(call)}, CALLS, warm_up=CALLS, device="cuda")["ring"]
+            time_us = slowest_in_turn({"ring": replay(call)}, CALLS, warm_up=CALLS)["ring"]
             if not torch.equal(out, expected):
                 raise SystemExit(f"{operation.name} of {nbytes} bytes with {rings} is wrong on rank {group.member.rank}")
             rates[column_name(operation, nbytes)] = operation.port_share(group.member.world_size) * nbytes / time_us / 1000
