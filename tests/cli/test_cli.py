@@ -406,7 +406,8 @@ def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.Cap
 
 
 def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.LiveProgress() as shown:
+    shown = progress.LiveProgress()
+    with shown.bar:
         shown.started(1, 0)
         shown.phase("a", 1, "pkb", 4, "timing")
         shown.finished(wrong())
@@ -475,10 +476,10 @@ def test_progress_keeps_clock_and_countdown(columns: int, monkeypatch: pytest.Mo
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", str(columns))
-    with progress.LiveProgress() as shown:
+    with progress.progress() as shown:
         shown.started(87, 0)
         shown.phase("33_ulysses_all_to_all_tensor_primitive_cuda", 33, "production_llama3_70b", 8, "first_call, timeout in 87 s")
-        shown._progress.refresh()
+        shown.bar.refresh()
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in screen.getvalue().replace("\r", "\n").splitlines()]
     told = [line for line in lines if "first_call" in line]
     assert told and all("0/87 0:0" in line and len(line.rstrip()) <= columns for line in told)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from peerlane.cli.output import console
 
@@ -28,12 +29,6 @@ class PlainProgress:
     def __init__(self) -> None:
         self._total = 0
         self._done = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
 
     def started(self, total: int, skipped: int) -> None:
         self._total, self._done = total, 0
@@ -66,29 +61,22 @@ class LiveProgress:
             TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
         )
         # stdout stays untouched: it may be carrying JSON.
-        self._progress = Progress(*columns, console=out, transient=True, redirect_stdout=False, expand=True)
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._progress.stop()
+        self.bar = Progress(*columns, console=out, transient=True, redirect_stdout=False, expand=True)
+        self._task = self.bar.add_task("starting", total=None)
 
     def started(self, total: int, skipped: int) -> None:
-        self._progress.reset(self._task, total=total)
+        self.bar.reset(self._task, total=total)
         self.note(starting(total, skipped))
 
     def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self._progress.update(self._task, description=f"{phase}: {candidate}  problem {problem} {preset} W={world_size}")
+        self.bar.update(self._task, description=f"{phase}: {candidate}  problem {problem} {preset} W={world_size}")
 
     def finished(self, result: Result) -> None:
-        self._progress.advance(self._task)
+        self.bar.advance(self._task)
         self.note(summary(result))
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text)
+        self.bar.console.print(text)
 
 
 def starting(total: int, skipped: int) -> str:
@@ -97,6 +85,12 @@ def starting(total: int, skipped: int) -> str:
     return f"{total} evaluation{'' if total == 1 else 's'} to run{done}"
 
 
-def progress() -> PlainProgress | LiveProgress:
-    """Returns the progress that suits stderr."""
-    return LiveProgress() if sys.stderr.isatty() else PlainProgress()
+@contextmanager
+def progress() -> Iterator[PlainProgress | LiveProgress]:
+    """Gives the progress that suits stderr."""
+    if not sys.stderr.isatty():
+        yield PlainProgress()
+        return
+    live = LiveProgress()
+    with live.bar:
+        yield live

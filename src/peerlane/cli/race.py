@@ -17,57 +17,49 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.cli.options import ProblemFolders, positive_integers, words
+from peerlane.cli.options import ProblemFolders, positive_integers, takes, words
 from peerlane.cli.output import print_error, print_json
 from peerlane.common.version import own_example
 from peerlane.errors import CompileError, DeviceError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
     from peerlane.emulator import Scenario
-    from peerlane.emulator.gpu_code import EmulatedGpu
 
 Item = TypeVar("Item")
 _WATCH_S = 0.3
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
-    """The options of one run."""
+    """The options of the command."""
 
-    file: Path
-    world_sizes: tuple[int, ...]
-    schedules: int | None
-    seed: int
-    names: tuple[str, ...]
-    """patterns of the cases or scenarios to run; none: all"""
-    fail_fast: bool
-    gpu: EmulatedGpu | None
-    from_ptx: bool
-    as_json: bool
-    strict: bool = False
-    include_dirs: tuple[Path, ...] = ()
-    fidelity: bool = False
+    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A solution of a problem, or a file with a function race(world_size).")]
+    schedules: Annotated[int | None, typer.Option(min=1, help="Schedules for each scenario: 300, or 20 for a solution's case.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="What the schedules and a solution's inputs are drawn from.")] = 0
+    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4"
+    case: Annotated[str | None, typer.Option(help="Only cases or scenarios of these names, separated by commas; * fits all.")] = None
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first case in which something was found.")] = False
+    gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None
+    ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False
+    strict: Annotated[bool, typer.Option("--strict", help="What is ordered only by the end of a launch is a race, too.")] = False
+    fidelity: Annotated[bool, typer.Option("--fidelity", help="Say which instructions of PTX were exact and which approximate.")] = False
+    include: Annotated[list[Path] | None, typer.Option("--include", "-I", metavar="FOLDER", help="A folder of headers.")] = None
+    problems_folders: ProblemFolders = None
+    watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
-    def wants(self, name: str) -> bool:
-        return not self.names or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+    def __post_init__(self) -> None:
+        from peerlane.emulator.gpu_code import gpu_named
+
+        self.file = own_example(self.file)
+        self.world_sizes = positive_integers(self.world_size, "--world-size")
+        self.names = () if self.case is None else words(self.case, "--case")
+        """patterns of the cases or scenarios to run; none: all"""
+        self.emulated_gpu = None if self.gpu is None else gpu_named(self.gpu)
 
 
-def race(
-    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A solution of a problem, or a file with a function race(world_size).")],
-    schedules: Annotated[int | None, typer.Option(min=1, help="Schedules for each scenario: 300, or 20 for a solution's case.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="What the schedules and a solution's inputs are drawn from.")] = 0,
-    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    case: Annotated[str | None, typer.Option(help="Only cases or scenarios of these names, separated by commas; * fits all.")] = None,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first case in which something was found.")] = False,
-    gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
-    ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="What is ordered only by the end of a launch is a race, too.")] = False,
-    fidelity: Annotated[bool, typer.Option("--fidelity", help="Say which instructions of PTX were exact and which approximate.")] = False,
-    include: Annotated[list[Path] | None, typer.Option("--include", "-I", metavar="FOLDER", help="A folder of headers.")] = None,
-    problems_folders: ProblemFolders = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@takes(_Asked)
+def race(asked: _Asked) -> None:
     """Run a file's kernels on emulated ranks under many schedules; say where they race, deadlock or go wrong.
 
     A file with a function race(world_size) gives scenarios. Of any other file, named like 18_mine_cuda.py, the solution runs whole on the
@@ -80,26 +72,11 @@ def race(
     Exit codes: 0 nothing found, 2 usage, 3 something found, or a scenario or case that could not be run.
     """
     from peerlane.emulator import job
-    from peerlane.emulator.gpu_code import gpu_named
 
-    asked = _Asked(
-        file=(file := own_example(file)),
-        world_sizes=positive_integers(world_size, "--world-size"),
-        schedules=schedules,
-        seed=seed,
-        names=words(case, "--case") if case is not None else (),
-        fail_fast=fail_fast,
-        gpu=None if gpu is None else gpu_named(gpu),
-        from_ptx=ptx,
-        as_json=as_json,
-        strict=strict,
-        include_dirs=tuple(include or ()),
-        fidelity=fidelity,
-    )
     job.on_progress = lambda said: print(said, file=sys.stderr, flush=True)
     clean = _race(asked)
-    if watch:
-        for _ in _changes(file):
+    if asked.watch:
+        for _ in _changes(asked.file):
             try:
                 _race(asked)
             except PeerlaneError as error:  # a half-written file, as a rule
@@ -121,6 +98,7 @@ def _changes(file: Path) -> Iterator[None]:
 def _race(asked: _Asked) -> bool:
     """Runs the file once and prints what was found; returns whether that is nothing."""
     from peerlane.emulator.host_libraries import wants_extension
+    from peerlane.emulator.ptx_front_end import fidelity
 
     text = asked.file.read_text(encoding="utf-8", errors="replace") if asked.file.is_file() else ""
     only_scenarios = "race" in (names := re.findall(r"^def (race|solution)\b", text, re.MULTILINE)) and "solution" not in names
@@ -137,7 +115,7 @@ def _race(asked: _Asked) -> bool:
         for text in row["kernels"] or ():
             kernels.setdefault(text, {})[row["world_size"]] = None
     compiled = all(row["kernels"] is not None for row in rows)
-    told = _fidelity() if asked.fidelity else {}
+    told = fidelity() if asked.fidelity else {}
     if asked.as_json:
         print_json({"clean": clean, "compiled": compiled, "kernels": list(kernels), kind: rows} | ({"fidelity": told} if told else {}))
         return clean
@@ -153,12 +131,6 @@ def _race(asked: _Asked) -> bool:
     return clean
 
 
-def _fidelity() -> dict[str, dict[str, Any]]:
-    from peerlane.emulator.ptx_front_end import fidelity
-
-    return fidelity()
-
-
 def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any]]:
     """Runs the scenarios that are asked for, and yields what each showed."""
     from peerlane.emulator import check
@@ -168,9 +140,9 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
     found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
         where = f"{scenario.name}, {scenario.world_size} ranks"
-        scenario.include_dirs = (*scenario.include_dirs, *asked.include_dirs)
+        scenario.include_dirs = (*scenario.include_dirs, *(asked.include or ()))
         try:
-            report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx)
+            report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.emulated_gpu, from_ptx=asked.ptx)
         except (CompileError, LaunchError) as error:
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
@@ -210,8 +182,8 @@ def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
                 case,
                 schedules=asked.schedules or 20,
                 seed=asked.seed,
-                gpu=asked.gpu,
-                from_ptx=asked.from_ptx,
+                gpu=asked.emulated_gpu,
+                from_ptx=asked.ptx,
                 strict=asked.strict,
             )
         seconds = time.monotonic() - begin
@@ -242,7 +214,7 @@ def _timed(text: str, seconds: float) -> str:
 
 def _wanted(asked: _Asked, items: Sequence[Item], name: Callable[[Item], str]) -> list[Item]:
     """Returns the items that ``--case`` names; raises UsageError where there is none."""
-    wanted = [item for item in items if asked.wants(name(item))]
+    wanted = [item for item in items if not asked.names or any(fnmatch.fnmatchcase(name(item), pattern) for pattern in asked.names)]
     if not wanted and asked.names:
         known = ", ".join(dict.fromkeys(map(name, items)))
         raise UsageError(f"--case got {','.join(asked.names)}: expected one or more of {known}")

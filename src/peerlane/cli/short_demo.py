@@ -6,9 +6,7 @@ import ast
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +48,11 @@ class ShortDemo:
     def run(self) -> ExitCode:
         """Judges everything; returns OK if every verdict is as expected."""
         begin = time.monotonic()
-        with _at_the_same_time() as pool:
+        pool = ThreadPoolExecutor(max_workers=1)
+        try:
             self._judge_beside_race(pool)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for the race
         as_expected = sum(item["as_expected"] for item in self.shown)
         if self.as_json:
             print_json({"shown": self.shown, "seconds": round(time.monotonic() - begin, 1)})
@@ -124,13 +125,3 @@ def _about(path: Path) -> str:
     """Returns the first paragraph of a file's docstring."""
     text = ast.get_docstring(parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
-
-
-@contextmanager
-def _at_the_same_time() -> Iterator[ThreadPoolExecutor]:
-    """Gives one thread; an interrupt does not wait for it."""
-    pool = ThreadPoolExecutor(max_workers=1)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from peerlane.settings import ARCHITECTURE
@@ -44,10 +44,15 @@ def extension_architectures() -> str:
 @functools.cache
 def gpu_architectures() -> str:
     """Returns the architectures of this node's GPUs as ``9.0a;8.0``, or an empty string where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], _QUERY_S) or ""
+    capabilities = sorted({line.strip() for line in told.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
+    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in capabilities)
+
+
+def output_of(command: Sequence[str], limit_s: float, *, given: str | None = None, environ: Mapping[str, str] | None = None) -> str | None:
+    """Returns what a program prints; None if it is missing, fails or takes longer than ``limit_s`` seconds. ``given``: its input."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+        done = subprocess.run(command, input=given, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    capabilities = sorted({line.strip() for line in ran.stdout.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
-    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in capabilities) if ran.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -14,7 +14,7 @@ from peerlane.common.files import find_files, read_regular, shown_path
 from peerlane.common.problem_files import slugs
 from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.common.version import PACKAGE, __version__, own_example
-from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
+from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused, UsageError
 from peerlane.evaluate.problem_names import resolve
 from peerlane.results.record import Track
 from peerlane.results.result import CandidateInfo
@@ -140,6 +140,18 @@ def candidate_text(source: str | bytes, problem: int | None = None, name: str = 
         raise CandidateNotFound(f"name={name!r}: expected a printable name without slashes, such as 'sample7_cuda'")
     data = source.encode() if isinstance(source, str) else source
     return replace(_candidate(name, Path(f"{name}.py"), data, problem), text=data)
+
+
+def one_candidate(
+    problem: int | None, source: str | bytes | None, path: str | Path | None, candidate: CandidateFile | None, name: str
+) -> CandidateFile:
+    """The candidate that a call gives in one of three ways, for this problem if it names one; raises :class:`UsageError` for any other."""
+    if sum(item is not None for item in (source, path, candidate)) != 1:
+        raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
+    if source is not None:
+        return candidate_text(source, problem, name)
+    found = candidate if candidate is not None else candidate_file(Path(path or ""))
+    return found if problem is None else replace(found, problem=problem)
 
 
 def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> CandidateFile:

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from peerlane.errors import HarnessError, RunStopped, UsageError
-from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
+from peerlane.evaluate.candidates import CandidateFile, candidate_info, one_candidate
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
@@ -156,15 +156,9 @@ class Evaluator:
         name: str = "candidate",
         **changes: Any,
     ) -> EvaluationPlan:
-        if sum(item is not None for item in (source, path, candidate)) != 1:
-            raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
-        if source is not None:
-            if problem is None:
-                raise UsageError("source=TEXT does not say which problem it solves: give problem=NUMBER")
-            chosen = candidate_text(source, problem, name)
-        else:
-            chosen = candidate if candidate is not None else candidate_file(Path(path or ""))
-            chosen = chosen if problem is None else replace(chosen, problem=problem)
+        chosen = one_candidate(problem, source, path, candidate, name)
+        if source is not None and problem is None:
+            raise UsageError("source=TEXT does not say which problem it solves: give problem=NUMBER")
         return self._plan_of((chosen,), {**changes, "problems": None if problem is None else str(problem)})
 
     def _only_result(self, plan: EvaluationPlan, limit: Limit, tell: PhaseListener = ignore_phase) -> Result:

@@ -1,9 +1,12 @@
 """Those who hear of the progress of an evaluator."""
 
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol
 
 from peerlane.results.result import Result
+
+P = ParamSpec("P")
 
 
 class Progress(Protocol):
@@ -38,20 +41,14 @@ class OneAtATime:
     """Passes progress on, one call at a time: evaluations side by side are in threads of their own."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress, self._lock = progress, threading.RLock()
+        lock = threading.RLock()
 
-    def started(self, total: int, skipped: int) -> None:
-        with self._lock:
-            self._progress.started(total, skipped)
+        def locked(hear: Callable[P, None]) -> Callable[P, None]:
+            def hear_alone(*args: P.args, **kwargs: P.kwargs) -> None:
+                with lock:
+                    hear(*args, **kwargs)
 
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        with self._lock:
-            self._progress.phase(candidate, problem, preset, world_size, phase)
+            return hear_alone
 
-    def finished(self, result: Result) -> None:
-        with self._lock:
-            self._progress.finished(result)
-
-    def note(self, text: str) -> None:
-        with self._lock:
-            self._progress.note(text)
+        self.started, self.phase = locked(progress.started), locked(progress.phase)
+        self.finished, self.note = locked(progress.finished), locked(progress.note)

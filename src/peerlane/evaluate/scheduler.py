@@ -97,13 +97,14 @@ class Scheduler:
         still_needed = plan.pool_settings.warm_groups if self._warm else 0
         still_needed += sum(other.groups_needed(plan.place) for other in left)
 
+        show = partial(self._progress.phase, job.candidate.name, job.problem.id, job.preset, job.world_size)
+
         def report(phase: str) -> None:
-            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)
+            show(phase)
             tell(job, phase)
 
         def report_wait(phase: str, left_s: float) -> None:
-            text = f"{phase}, timeout in {left_s:.0f} s"
-            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, text)
+            show(f"{phase}, timeout in {left_s:.0f} s")
 
         node = self.node_of(job.world_size)
         start = partial(

@@ -156,14 +156,14 @@ class OneByOne:
         self._ended: Ended = []
 
     @property
-    def running(self) -> bool:
-        """Returns whether a job has begun that :meth:`ended` has not returned yet."""
-        return bool(self._ended)
-
-    @property
     def any_ended(self) -> bool:
         """Returns whether a job has ended that :meth:`ended` has not returned yet."""
         return bool(self._ended)
+
+    @property
+    def running(self) -> bool:
+        """Returns whether a job has begun that :meth:`ended` has not returned yet."""
+        return self.any_ended
 
     def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
         """Judges a job; raises what that raises."""
@@ -177,31 +177,30 @@ class OneByOne:
 
     def ended(self) -> Ended:
         """Returns the jobs that have ended since the last call; waits for a moment if there is none. Raises :class:`Cancelled`."""
-        return _take(self._slots, self._limit, self._ended)
+        with self._slots.changed:
+            if not self._ended:
+                self._slots.changed.wait(_POLL_S)
+            if self._limit is not None and self._limit.cancelled and not self._ended:
+                raise Cancelled
+            ended, self._ended = self._ended, []
+            return ended
 
     def stop(self) -> bool:
-        """Nothing runs between two calls."""
+        """Cancels all running jobs. Returns whether they have ended in time: nothing runs between two calls."""
         return True
 
 
-class SideBySide:
+class SideBySide(OneByOne):
     """Judges every job in a thread of its own."""
 
     def __init__(self, slots: WorkerSlots, limit: Limit | None) -> None:
-        self._slots, self._limit = slots, limit
+        super().__init__(slots, limit)
         self._limits: dict[threading.Thread, Limit] = {}
-        self._ended: Ended = []
 
     @property
     def running(self) -> bool:
-        """Returns whether a job has begun that :meth:`ended` has not returned yet."""
         with self._slots.changed:
             return bool(self._limits or self._ended)
-
-    @property
-    def any_ended(self) -> bool:
-        """Returns whether a job has ended that :meth:`ended` has not returned yet."""
-        return bool(self._ended)
 
     def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
         limit = Limit(job.timeout)
@@ -224,23 +223,8 @@ class SideBySide:
             self._limits[thread] = limit
             thread.start()
 
-    def ended(self) -> Ended:
-        """Returns the jobs that have ended since the last call; waits for a moment if there is none. Raises :class:`Cancelled`."""
-        return _take(self._slots, self._limit, self._ended)
-
     def stop(self) -> bool:
-        """Cancels all running jobs. Returns whether they have ended in time."""
         with self._slots.changed:
             for limit in self._limits.values():
                 limit.cancel()
             return self._slots.changed.wait_for(lambda: not self._limits, _END_S)
-
-
-def _take(slots: WorkerSlots, limit: Limit | None, ended: Ended) -> Ended:
-    with slots.changed:
-        if not ended:
-            slots.changed.wait(_POLL_S)
-        if limit is not None and limit.cancelled and not ended:
-            raise Cancelled
-        result, ended[:] = list(ended), []
-        return result

@@ -11,6 +11,7 @@ from peerlane.errors import UsageError
 from peerlane.hardware.environment import software_versions
 from peerlane.hardware.profiles import PROFILES, HardwareProfile, profile_for
 from peerlane.hardware.topology import Topology, discover
+from peerlane.results.record import first_fault
 
 USUAL_NODE = "h200x4"
 """Described where this machine has no GPU and no other node is named."""
@@ -111,10 +112,5 @@ def choose_machine(wanted: str = "auto") -> Machine:
         reason = error.strerror or error
         raise UsageError(f"--hardware got {wanted!r}: expected auto, a node such as {nodes}, or a JSON file ({reason})") from None
     except ValueError as error:
-        details = _first_fault(error) if isinstance(error, ValidationError) else f"not JSON: {error}"
+        details = first_fault(error) if isinstance(error, ValidationError) else f"not JSON: {error}"
         raise UsageError(f"--hardware {path}: {details}; `peerlane prompt 1 --json` prints the fields of a node under `hardware`") from None
-
-
-def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"

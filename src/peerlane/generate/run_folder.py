@@ -29,7 +29,7 @@ from peerlane.errors import FileRefused, HarnessError, UsageError
 from peerlane.generate.machine import Machine
 from peerlane.generate.reply import Status
 from peerlane.generate.samples import NO_REPLY, NOT_JUDGED, Sample, Setting, Speedup, Usage, speedups_of
-from peerlane.results.record import Mode
+from peerlane.results.record import Mode, first_fault
 from peerlane.results.result import Result
 from peerlane.results.sanitize import sanitize
 
@@ -187,8 +187,7 @@ class RunFolder:
         try:
             return cls(path, RunSettings.model_validate(data))
         except ValidationError as error:
-            fault = error.errors()[0]
-            raise UsageError(f"{file}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; restore it, or use another --out") from None
+            raise UsageError(f"{file}: {first_fault(error)}; restore it, or use another --out") from None
 
     @classmethod
     def open_or_create(cls, path: Path, settings: RunSettings) -> Self:
@@ -278,9 +277,7 @@ class RunFolder:
         try:
             return kind.model_validate_json(self.read(file, MOST_FACTS_BYTES))
         except ValidationError as error:
-            fault = error.errors()[0]
-            where = f"{'.'.join(map(str, fault['loc']))}: " if fault["loc"] else ""
-            raise UsageError(f"{file} is damaged: {where}{fault['msg']}; delete it, and run the same command again") from None
+            raise UsageError(f"{file} is damaged: {first_fault(error)}; delete it, and run the same command again") from None
 
     def candidates(self) -> Iterator[tuple[SampleKey, Path]]:
         """Yields the candidate files, in order, of whatever kind they are: read them by :meth:`read`."""

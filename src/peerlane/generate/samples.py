@@ -17,12 +17,6 @@ MODES = ("eager", "graph")
 CORRECT = "correct"
 NO_CODE = "no_code"
 """The reply held no complete candidate."""
-TRUNCATED = "truncated"
-"""The reply was cut, by the limit of tokens or of the model, before it held a complete candidate."""
-REFUSED = "refused"
-"""The model or its provider declined to answer."""
-EMPTY = "empty"
-"""The reply said nothing outside of thoughts."""
 NO_REPLY = "no_reply"
 """The provider gave no reply, or a limit ended the sample before one."""
 NOT_JUDGED = "not_judged"
@@ -106,7 +100,7 @@ class Sample:
     """One sample of an author at one task, as it was judged.
 
     Attributes:
-        verdict: the evaluator's, or one of the words above.
+        verdict: the evaluator's, one of the words above, or why there is no candidate, see :func:`peerlane.generate.reply.extract`.
         speedups: by launch mode, of a correct sample that was timed.
         mechanisms: those that the evaluator saw in a call.
         seconds: of wall time that the model's reply or the agent's episode took.

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-from inspect_ai.tool import Tool, ToolError, tool
+from inspect_ai.tool import ToolDef, ToolError
 
 from peerlane import problems
 from peerlane.common.syntax import UNREADABLE, parse
@@ -62,85 +62,53 @@ def notes() -> list[str]:
     return sorted(path.stem for path in _NOTES.glob("*.md"))
 
 
-def workbench_tools(bench: Workbench) -> list[Tool]:
+def workbench_tools(bench: Workbench) -> list[ToolDef]:
     """Returns the tools write, compile, race, test, time, trace, lookup and submit."""
 
-    @tool(name="write")
-    def write() -> Tool:
-        async def execute(source: str) -> str:
-            """Replace the candidate file.
+    async def write(source: str) -> str:
+        """Replace the candidate file.
 
-            Args:
-                source: The whole file, which defines solution.
-            """
-            bench.source = source if source.endswith("\n") else source + "\n"
-            return f"{len(bench.source.splitlines())} lines written"
+        Args:
+            source: The whole file, which defines solution.
+        """
+        bench.source = source if source.endswith("\n") else source + "\n"
+        return f"{len(bench.source.splitlines())} lines written"
 
-        return execute
+    async def compile() -> str:
+        """Check the file without running it. Takes no GPU."""
+        return check_source(bench.problem, bench.written())
 
-    @tool(name="compile")
-    def compile_() -> Tool:
-        async def execute() -> str:
-            """Check the file without running it. Takes no GPU."""
-            return check_source(bench.problem, bench.written())
+    async def race() -> str:
+        """Run a file that uses the device kit (peerlane.device), Triton or a CUDA extension on emulated ranks, under many schedules:
+        right or wrong, races, deadlocks and addresses out of bounds, each with its source lines. Takes no GPU."""
+        return (await bench.judge.race(bench.problem, bench.written()))[:_MOST_CHARACTERS]
 
-        return execute
+    async def test() -> str:
+        """Run the file on all ranks: right or wrong, where and why."""
+        return await bench.measure("test", ())
 
-    @tool(name="race")
-    def race() -> Tool:
-        async def execute() -> str:
-            """Run a file that uses the device kit (peerlane.device), Triton or a CUDA extension on emulated ranks, under many schedules:
-            right or wrong, races, deadlocks and addresses out of bounds, each with its source lines. Takes no GPU."""
-            return (await bench.judge.race(bench.problem, bench.written()))[:_MOST_CHARACTERS]
+    async def time() -> str:
+        """Run the file on all ranks and time it against the reference and the hardware, eagerly and as a CUDA graph."""
+        return await bench.measure("time", MODES)
 
-        return execute
+    async def trace() -> str:
+        """Record what the file does when, on every rank: hidden communication, idle time, longest kernels."""
+        return (await bench.judge.trace(bench.problem, bench.written()))[:_MOST_CHARACTERS]
 
-    @tool(name="test")
-    def test() -> Tool:
-        async def execute() -> str:
-            """Run the file on all ranks: right or wrong, where and why."""
-            return await bench.measure("test", ())
+    async def lookup(topic: str) -> str:
+        """Read a note.
 
-        return execute
+        Args:
+            topic: One of cuda, kit, mistakes, symmetric_memory.
+        """
+        if topic not in notes():
+            raise ToolError(f"no note on {topic!r}: expected one of {', '.join(notes())}")
+        return (_NOTES / f"{topic}.md").read_text()
 
-    @tool(name="time")
-    def time() -> Tool:
-        async def execute() -> str:
-            """Run the file on all ranks and time it against the reference and the hardware, eagerly and as a CUDA graph."""
-            return await bench.measure("time", MODES)
+    async def submit() -> str:
+        """End the work. The best candidate that was tested or timed counts; a file that was not is judged now."""
+        bench.written()
+        bench.submitted = True
+        return "submitted"
 
-        return execute
-
-    @tool(name="trace")
-    def trace() -> Tool:
-        async def execute() -> str:
-            """Record what the file does when, on every rank: hidden communication, idle time, longest kernels."""
-            return (await bench.judge.trace(bench.problem, bench.written()))[:_MOST_CHARACTERS]
-
-        return execute
-
-    @tool(name="lookup")
-    def lookup() -> Tool:
-        async def execute(topic: str) -> str:
-            """Read a note.
-
-            Args:
-                topic: One of cuda, kit, mistakes, symmetric_memory.
-            """
-            if topic not in notes():
-                raise ToolError(f"no note on {topic!r}: expected one of {', '.join(notes())}")
-            return (_NOTES / f"{topic}.md").read_text()
-
-        return execute
-
-    @tool(name="submit")
-    def submit() -> Tool:
-        async def execute() -> str:
-            """End the work. The best candidate that was tested or timed counts; a file that was not is judged now."""
-            bench.written()
-            bench.submitted = True
-            return "submitted"
-
-        return execute
-
-    return [write(), compile_(), race(), test(), time(), trace(), lookup(), submit()]
+    return [ToolDef(tool) for tool in (write, compile, race, test, time, trace, lookup, submit)]

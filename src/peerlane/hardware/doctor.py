@@ -171,28 +171,18 @@ def check_cuda_bindings() -> Check:
 
 
 def check_nvrtc() -> Check:
-    packaged = next(((name, v) for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12") if (v := installed_version(name))), None)
-    if packaged:
-        return Check("NVRTC", "ok", " ".join(packaged))
-    library = ctypes.util.find_library("nvrtc")
-    if library:
-        return Check("NVRTC", "ok", library)
-    return Check("NVRTC", "absent", "device-kit kernels cannot be compiled", "pip install 'peerlane[cuda]'")
+    packaged = (f"{name} {v}" for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12") if (v := installed_version(name)))
+    found = next(packaged, None) or ctypes.util.find_library("nvrtc")
+    return _optional("NVRTC", found, "device-kit kernels cannot be compiled", "pip install 'peerlane[cuda]'")
 
 
 def check_nvcc(environ: Mapping[str, str]) -> Check:
-    if nvcc := find_nvcc(environ):
-        return Check("nvcc", "ok", nvcc)
-    return Check(
-        "nvcc", "absent", "candidates that use torch's load_inline or nvcc cannot be built", "install the CUDA toolkit, or put nvcc on PATH"
-    )
+    without = "candidates that use torch's load_inline or nvcc cannot be built"
+    return _optional("nvcc", find_nvcc(environ), without, "install the CUDA toolkit, or put nvcc on PATH")
 
 
 def check_triton() -> Check:
-    version = installed_version("triton")
-    if version:
-        return Check("Triton", "ok", version)
-    return Check("Triton", "absent", "candidates written in Triton cannot run", "pip install 'peerlane[triton]'")
+    return _optional("Triton", installed_version("triton"), "candidates written in Triton cannot run", "pip install 'peerlane[triton]'")
 
 
 def check_nvshmem() -> Check:
@@ -280,7 +270,9 @@ def check_multicast(topology: Topology, environ: Mapping[str, str]) -> Check:
 
 def check_nvml(topology: Topology) -> Check:
     version = installed_version("nvidia-ml-py")
-    if version:
-        return Check("NVML bindings", "ok", f"nvidia-ml-py {version}")
-    detail = "GPUs are described from the output of nvidia-smi" if topology.gpus else "not needed without a GPU"
-    return Check("NVML bindings", "absent", detail, "pip install nvidia-ml-py")
+    without = "GPUs are described from the output of nvidia-smi" if topology.gpus else "not needed without a GPU"
+    return _optional("NVML bindings", version and f"nvidia-ml-py {version}", without, "pip install nvidia-ml-py")
+
+
+def _optional(name: str, found: str | None, without: str, remedy: str) -> Check:
+    return Check(name, "ok", found) if found else Check(name, "absent", without, remedy)

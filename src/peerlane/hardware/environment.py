@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from peerlane.common.toolkit import output_of
 from peerlane.common.version import PACKAGE, __version__
 from peerlane.hardware.topology import Topology, discover
 
@@ -105,11 +105,7 @@ def _git(checkout: Path, *arguments: str) -> str | None:
     # safe.directory: git otherwise refuses a checkout that belongs to another user, which is usual in containers. No optional locks: a
     # record must not get in the way of someone else's git.
     command = ["git", "--no-optional-locks", "-c", f"safe.directory={checkout}", "-C", str(checkout), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    return output_of(command, _GIT_TIMEOUT_S)
 
 
 def _nccl_version() -> str | None:

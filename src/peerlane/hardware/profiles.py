@@ -6,7 +6,7 @@ To add a GPU, add a :class:`HardwareProfile` to :data:`PROFILES`, each figure wi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -45,8 +45,6 @@ class HardwareProfile:
     sources: tuple[str, ...]
 
 
-_HOPPER_TENSOR = MappingProxyType({"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp64": 66.9})
-_HOPPER_VECTOR = MappingProxyType({"fp32": 66.9, "fp64": 33.5})
 _HOPPER_COMPUTE_SOURCE = (
     "compute: NVIDIA H100 Tensor Core GPU Architecture whitepaper, table of H100 SXM5 peak rates, without sparsity; the tensor rates below "
     "fp64 are 132 SMs x 4096 bf16 operations x 1.83 GHz, the fp32 and fp64 rates assume 1.98 GHz, which is also the highest SM clock"
@@ -56,8 +54,8 @@ H100_SXM = HardwareProfile(
     name="H100 SXM",
     device_names=("NVIDIA H100 80GB HBM3",),
     compute_capability=(9, 0),
-    tensor_tflops=_HOPPER_TENSOR,
-    vector_tflops=_HOPPER_VECTOR,
+    tensor_tflops=MappingProxyType({"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp64": 66.9}),
+    vector_tflops=MappingProxyType({"fp32": 66.9, "fp64": 33.5}),
     hbm_tbps=3.35,
     hbm_gb=80,
     nvlink_gbps=450,
@@ -75,19 +73,13 @@ H100_SXM = HardwareProfile(
 )
 """H100 SXM5, 80 GB HBM3."""
 
-H200_SXM = HardwareProfile(
+H200_SXM = replace(
+    H100_SXM,
     name="H200 SXM",
     device_names=("NVIDIA H200",),
-    compute_capability=(9, 0),
-    tensor_tflops=_HOPPER_TENSOR,
-    vector_tflops=_HOPPER_VECTOR,
     hbm_tbps=4.8,
     hbm_gb=141,
-    nvlink_gbps=450,
-    network_gbps=50,
-    sm_count=132,
     l2_mib=60,
-    tensor_clock_headroom=1.98 / 1.83,
     sources=(
         _HOPPER_COMPUTE_SOURCE + "; the H200 datasheet prints the same rates",
         "memory: NVIDIA H200 datasheet, SXM column: 141 GB, 4.8 TB/s",

@@ -8,12 +8,13 @@ import importlib
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from peerlane.common.toolkit import output_of
 
 T = TypeVar("T")
 
@@ -250,11 +251,7 @@ def _bus_id(pci: Any) -> str | None:
 
 def _smi(*arguments: str) -> str | None:
     """Returns what nvidia-smi prints, or None if it is missing, fails or takes too long."""
-    try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    return output_of(["nvidia-smi", *arguments], _SMI_TIMEOUT_S)
 
 
 def _ask_smi() -> _Driver | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from peerlane.common.toolkit import output_of
 from peerlane.errors import HarnessError, UsageError
 from peerlane.hardware import mps_watcher, topology
 from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
@@ -198,13 +199,7 @@ class MpsDaemon:
 
     def _ask(self, command: str) -> str | None:
         """Returns the daemon's answer; None if there is none."""
-        try:
-            asked = subprocess.run(
-                [CONTROL], env={**os.environ, **self.environment}, input=f"{command}\n", capture_output=True, text=True, timeout=ASK_LIMIT_S
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return asked.stdout if asked.returncode == 0 else None
+        return output_of([CONTROL], ASK_LIMIT_S, given=f"{command}\n", environ={**os.environ, **self.environment})
 
     def close(self) -> None:
         """Ends the daemon and removes its folder. May be called twice."""

@@ -5,7 +5,8 @@ that it needs. Results are those of the kernels, in any dtype."""
 
 import torch
 
-from peerlane.device.moe.dispatch import FP8, LARGEST_FP8, SCALE_COLUMNS, SMALLEST_SCALE, Received, Routing
+from peerlane.device.moe.dispatch import FP8, SCALE_COLUMNS, Received, Routing
+from peerlane.device.products.quantised import quantise_parts
 from peerlane.ops.groups import rank
 from peerlane.ops.transport import gathered, transport
 
@@ -40,11 +41,9 @@ def dispatch_again(x: torch.Tensor, sources: torch.Tensor, routing: Routing, gro
 
 def dispatch_fp8(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
     """Does the same as the kernel with ``fp8``; rows that nobody sends are zero."""
-    parts = x.float().view(x.shape[0], -1, SCALE_COLUMNS)
-    scales = (parts.abs().amax(-1) / LARGEST_FP8).clamp(min=SMALLEST_SCALE)
-    values = (parts / scales.unsqueeze(2)).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8).view(x.shape)
-    received = dispatch(values, topk_idx, topk_weights, routing, group)
-    return received._replace(x=received.x.view(FP8), scales=dispatch_again(scales, received.sources, routing, group))
+    sent = quantise_parts(x, SCALE_COLUMNS)
+    received = dispatch(sent.values.view(torch.uint8), topk_idx, topk_weights, routing, group)
+    return received._replace(x=received.x.view(FP8), scales=dispatch_again(sent.scales, received.sources, routing, group))
 
 
 def combine(

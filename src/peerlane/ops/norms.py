@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from peerlane.device.collectives import rms_norm
 from peerlane.device.collectives.rms_norm import BLOCK_COLUMNS
+from peerlane.device.products.quantised import LARGEST, quantise_parts
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
 from peerlane.ops.direct import operator
@@ -16,7 +17,6 @@ from peerlane.ops.transport import summed
 from peerlane.settings import batch_invariant
 
 FP8 = torch.float8_e4m3fn
-_LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -58,10 +58,9 @@ def _all_reduce_rms_norm(
     if quantisation == "none":
         return y.to(x.dtype), total, x.new_empty(0, dtype=torch.float32)
     if scale is not None:
-        return (y.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8), total, x.new_empty(0, dtype=torch.float32)
-    parts = y.float().view(*x.shape[:-1], -1, BLOCK_COLUMNS if quantisation == "block" else x.shape[-1])
-    by = scales_of(parts)
-    return (parts / by.unsqueeze(-1)).flatten(-2).to(FP8), total, by.view(_scale_shape(x.shape, quantisation))
+        return (y.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), total, x.new_empty(0, dtype=torch.float32)
+    parts = quantise_parts(y, BLOCK_COLUMNS if quantisation == "block" else x.shape[-1])
+    return parts.values, total, parts.scales.view(_scale_shape(x.shape, quantisation))
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, ranks: int) -> bool:
@@ -103,11 +102,6 @@ def norm_gradients(
     of_norm = factor * g - t * factor**3 * (g * t).mean(-1, keepdim=True)
     dweight = (dy.to(wide) * t * factor).flatten(0, -2).sum(0).to(weight.dtype)
     return of_norm if grad is None else grad + of_norm, dweight
-
-
-def scales_of(norm: torch.Tensor) -> torch.Tensor:
-    """Returns a scale to e4m3 for the last axis."""
-    return (norm.abs().amax(-1) / _LARGEST).clamp(min=_SMALLEST_SCALE)
 
 
 def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:

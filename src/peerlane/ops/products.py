@@ -6,7 +6,7 @@ apply a bias, an activation and a residual to a sum before they round it. Where 
 own behind the kernel, because its gradient needs the sum."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,16 +212,6 @@ _gemm_all_reduce.register_autograd(_sum_gradients, setup_context=_remember_sum)
 # --- what users call ---
 
 
-@dataclass(frozen=True)
-class Behind:
-    """The work of a layer behind its sum: ``activation(scale * sum + bias) + residual``."""
-
-    bias: torch.Tensor | None = None
-    activation: Activation = "none"
-    residual: torch.Tensor | None = None
-    scale: float = 1.0
-
-
 def _differentiated(*values: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
 
@@ -277,10 +267,7 @@ def gemm_reduce_scatter(
 
     The kernel finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape."""
     name = group_name(group)
-
-    def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
-        return _split(_gemm_reduce_scatter, a, b, Behind(bias, activation, residual, scale), name)
-
+    call = partial(_split, _gemm_reduce_scatter, activation, scale, name)
     return product(call, "gemm_reduce_scatter", (a, b), (bias, residual), parts=world_size(name))
 
 
@@ -300,17 +287,22 @@ def gemm_all_reduce(
 
     The kernel finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape."""
     name, operator = group_name(group), replicated.GemmAllReduce.apply if replicates(gradient) else _gemm_all_reduce
-
-    def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
-        return _split(operator, a, b, Behind(bias, activation, residual, scale), name)
-
+    call = partial(_split, operator, activation, scale, name)
     return product(call, "gemm_all_reduce", (a, b), (bias, residual))
 
 
-def _split(operator: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
+def _split(
+    operator: Callable[..., torch.Tensor],
+    activation: Activation,
+    scale: float,
+    group: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
     """Calls the operator; with the activation, and what follows it, behind it where a gradient is wanted."""
-    bias, residual = behind.bias, behind.residual
-    if behind.activation == "none" or not _differentiated(a, b, bias, residual):
-        return operator(a, b, bias, residual, behind.activation, behind.scale, group)
-    found = activate(operator(a, b, bias, None, "none", behind.scale, group), behind.activation)
+    if activation == "none" or not _differentiated(a, b, bias, residual):
+        return operator(a, b, bias, residual, activation, scale, group)
+    found = activate(operator(a, b, bias, None, "none", scale, group), activation)
     return found if residual is None else found + residual

@@ -7,11 +7,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.device.collectives.sharded_rms_norm import BLOCK_COLUMNS, serves, sharded_rms_norm
+from peerlane.device.products.quantised import quantise_parts
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
-from peerlane.ops.norms import FP8, Three, norm_gradients, scales_of
+from peerlane.ops.norms import FP8, Three, norm_gradients
 from peerlane.ops.shapes import rows
 from peerlane.ops.transport import gathered, scattered
 from peerlane.settings import batch_invariant
@@ -50,9 +51,8 @@ def _reduce_scatter_rms_norm(
         y, scales = F.rms_norm(total, (columns,), weight.to(total.dtype), epsilon), total.new_empty(0, dtype=torch.float32)
     else:
         wide = F.rms_norm(total.float(), (columns,), weight.float(), epsilon)
-        blocks = wide.view(*own[:-1], -1, BLOCK_COLUMNS if quantisation == "block" else columns)
-        scales = scales_of(blocks)
-        y = (blocks / scales.unsqueeze(-1)).flatten(-2).to(FP8)
+        parts = quantise_parts(wide, BLOCK_COLUMNS if quantisation == "block" else columns)
+        y, scales = parts.values, parts.scales
     if gathers:
         y, scales = gathered(y, group), gathered(scales, group) if quantisation != "none" else scales
     return y, total, scales

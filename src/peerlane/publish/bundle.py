@@ -23,7 +23,7 @@ from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder, make_folder
 from peerlane.publish.archive import opened, read_member
 from peerlane.results.reader import FILE, newest, read_results
-from peerlane.results.record import Record
+from peerlane.results.record import Record, first_fault
 from peerlane.results.result import EnvironmentLine, Result
 
 FORMAT: Final = 1
@@ -214,8 +214,7 @@ def _read_manifest(archive: zipfile.ZipFile, path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(found)
     except ValidationError as error:
-        fault = error.errors()[0]
-        raise UsageError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}: expected a file of `peerlane bundle`") from None
+        raise UsageError(f"{where}: {first_fault(error)}: expected a file of `peerlane bundle`") from None
     for name in manifest.files:
         if not _MEMBER.fullmatch(name):
             raise UsageError(f"{path} holds {name!r}: expected {RUN_FILE}, {FILE} and files of samples alone")

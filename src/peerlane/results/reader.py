@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from peerlane.common.words import counted
 from peerlane.errors import FileRefused, UsageError
 from peerlane.results.json_lines import MOST_LINE_BYTES, is_torn, read_lines
+from peerlane.results.record import first_fault
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
 
 FILE = "results.jsonl"
@@ -88,8 +89,7 @@ class ResultsReader:
                 environment = self.environments.get(str(record.get("environment_hash")), {})
                 self.results.append(Result.model_validate({**record, "environment": environment}))
         except ValidationError as error:
-            first = error.errors()[0]
-            self._garbage[self._number] = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
+            self._garbage[self._number] = first_fault(error, "the line")
 
 
 def read_results(path: Path, notes: list[str] | None = None, *, follow: bool = False) -> list[Result]:

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, ValidationInfo, field_validator
 
 from peerlane.results.sanitize import sanitize
 
@@ -44,3 +44,9 @@ class Record(BaseModel):
     @classmethod
     def _readable(cls, value: Any, info: ValidationInfo) -> Any:
         return sanitize(value, lines=info.field_name in _OF_SEVERAL_LINES)
+
+
+def first_fault(error: ValidationError, whole: str = "the file") -> str:
+    """Returns the first field that is wrong and what is wrong with it; ``whole`` stands for a fault of no field."""
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc'])) or whole}: {fault['msg']}"

@@ -14,13 +14,13 @@ import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
+from peerlane.evaluate.candidates import CandidateFile, candidate_info, one_candidate
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
 from peerlane.settings import service_token
@@ -130,12 +130,12 @@ class Client:
         **changes: Any,
     ) -> Result:
         """The result of one candidate, as :meth:`.Evaluator.evaluate` gives it."""
-        return self._judge(*self._body(_one_candidate(problem, source, path, candidate, name), changes), _Call(self.url))
+        return self._judge(*self._body(one_candidate(problem, source, path, candidate, name), changes), _Call(self.url))
 
     async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
         """The same, awaited. A cancelled task takes its request back."""
         path, candidate = request.pop("path", None), request.pop("candidate", None)
-        chosen = _one_candidate(problem, source, path, candidate, request.pop("name", "candidate"))
+        chosen = one_candidate(problem, source, path, candidate, request.pop("name", "candidate"))
         call = _Call(self.url)
         future = self._pool().submit(self._judge, *self._body(chosen, request), call)
         try:
@@ -361,14 +361,3 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := options.keys() - {*_OPTIONS, "presets"}:
         raise UsageError(f"unknown options: {', '.join(sorted(unknown))}; expected {', '.join(('presets', *_OPTIONS))}")
     return dict(options)
-
-
-def _one_candidate(
-    problem: int | None, source: str | bytes | None, path: str | Path | None, candidate: CandidateFile | None, name: str
-) -> CandidateFile:
-    if sum(item is not None for item in (source, path, candidate)) != 1:
-        raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
-    if source is not None:
-        return candidate_text(source, problem, name)
-    found = candidate if candidate is not None else candidate_file(Path(path or ""))
-    return found if problem is None else replace(found, problem=problem)

@@ -299,7 +299,7 @@ class Node:
             self.changes.tell(taken.key)
             self._wake.set()
         if self._condition == "ready" and (self._faults >= _FAULTS or evaluator.gave_up is not None):
-            self._say("checking", evaluator.gave_up or _faults_in_a_row(self._faults))
+            self._say("checking", evaluator.gave_up or f"{self._faults} evaluations in a row failed in the harness")
 
     def _end_with(self, taken: Taken, result: Result) -> Callable[[], object]:
         """Returns the call that stores a result with its job; what says nothing about the candidate is tried again."""
@@ -347,7 +347,3 @@ class _Notes(Silent):
 async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
     if tasks:
         await asyncio.wait(tasks)
-
-
-def _faults_in_a_row(count: int) -> str:
-    return f"{count} evaluations in a row failed in the harness"

@@ -15,6 +15,7 @@ _WAIT = {
     "description": "seconds to wait for the end of the job",
     "schema": {"type": "number", "minimum": 0, "maximum": 60, "default": 0},
 }
+_LINKS = {"job": {"operationId": "show", "parameters": {"id": "$response.body#/id"}}}
 _REFUSALS = {
     "400": "the body ended early",
     "401": "no accepted token",
@@ -41,16 +42,8 @@ def openapi_document() -> dict[str, Any]:
                 "operationId": "submit",
                 "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}}},
                 "responses": {
-                    "200": {
-                        **job,
-                        "description": "the job, which has ended",
-                        "links": {"job": {"operationId": "show", "parameters": {"id": "$response.body#/id"}}},
-                    },
-                    "202": {
-                        **job,
-                        "description": "the job, which is accepted",
-                        "links": {"job": {"operationId": "show", "parameters": {"id": "$response.body#/id"}}},
-                    },
+                    "200": {**job, "description": "the job, which has ended", "links": _LINKS},
+                    "202": {**job, "description": "the job, which is accepted", "links": _LINKS},
                     **_refusals("400", "401", "403", "408", "413", "422", "429", "503"),
                 },
             }

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from peerlane.errors import CandidateNotFound, UnknownPreset, UnknownProblem, UsageError
+from peerlane.errors import CandidateNotFound, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.plan import Cases, EvaluationPlan, Job, make_jobs
 from peerlane.results.record import Mode, Track
@@ -105,8 +105,6 @@ def job_of(request: JobRequest, world_size: int) -> Job:
         raise _fault("name" if str(error).startswith("name=") else "source", str(error)) from None
     except UnknownProblem as error:
         raise _fault("problem", str(error)) from None
-    except UnknownPreset as error:
-        raise _fault("preset", str(error)) from None
     except UsageError as error:
         raise _fault("preset", str(error)) from None
     if len(jobs) != 1:

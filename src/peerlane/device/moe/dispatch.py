@@ -34,7 +34,7 @@ MAX_EXPERTS, MAX_SLOTS, MAX_TOKENS = 1023, 32, (1 << 22) - 1
 """Experts of all ranks, slots of a token, tokens of a rank; of dispatch.cuh."""
 MAX_THREADS = 512  # of the sources
 DTYPES = torch.bfloat16, torch.float16, torch.float32
-FP8, SCALE_COLUMNS, LARGEST_FP8, SMALLEST_SCALE = torch.float8_e4m3fn, 128, 448.0, 1e-12  # of dispatch.cuh
+FP8, SCALE_COLUMNS = torch.float8_e4m3fn, 128  # of dispatch.cuh
 FP8_DTYPES = torch.bfloat16, torch.float16
 """The dtypes of tokens that may travel as fp8."""
 

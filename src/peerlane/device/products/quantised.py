@@ -83,6 +83,13 @@ def quantise(x: torch.Tensor, by: By) -> Quantised:
     return opened(packed(Quantised(values, scales), scaling, torch.bfloat16), scaling, counts[1])
 
 
+def quantise_parts(x: torch.Tensor, columns: int) -> Quantised:
+    """Returns x (..., k) in e4m3, and scales (..., k / columns): each makes the largest number of so many columns 448."""
+    parts = x.float().reshape(*x.shape[:-1], x.shape[-1] // columns, columns)
+    scales = (parts.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)
+    return Quantised((parts / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).flatten(-2).to(E4M3), scales)
+
+
 def packed(a: Quantised, scaling: Scaling, dtype: torch.dtype) -> torch.Tensor:
     """Returns rows with their scales in front of them, as pairs: the operand's memory if it lies so, else a copy."""
     (m, k), header = a.values.shape, header_bytes(scaling, a.values.shape[1] // PAIR)

@@ -88,18 +88,15 @@ class ArgumentSlots:
 
         Tensors are copied many at a time, for copying each takes the host longer than drawing it; little more than 64 MiB of them wait.
         """
-        held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
         held_bytes = 0
         for tree, slot in zip(trees, self.tensors[first:], strict=False):
-            for target, source in zip(slot, leaves(tree), strict=True):
-                targets, sources = held.setdefault(target.dtype, ([], []))
-                targets.append(target)
-                sources.append(source)
-                held_bytes += target.nbytes
+            held += zip(slot, leaves(tree), strict=True)
+            held_bytes += sum(target.nbytes for target in slot)
             if held_bytes > _HELD_BYTES:
-                _copy_all(held)
-                held_bytes = 0
-        _copy_all(held)
+                _copy_together(held)
+                held, held_bytes = [], 0
+        _copy_together(held)
 
     def poison(self, slot: int) -> None:
         """Overwrites the slot's tensors with NaN bits, in stream order, and no byte between them."""
@@ -190,20 +187,14 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
     return {"kind": "other", "type": kind.__name__}
 
 
-def _copy_all(held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
-    """Copies targets from sources of one dtype with few kernels, and lets go of them."""
-    for targets, sources in held.values():
-        _copy_many(targets, sources)
-    held.clear()
-
-
-def _copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies small tensors with a kernel for each dtype, not one for each tensor."""
-    held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        for items, item in zip(held.setdefault(target.dtype, ([], [])), (target, source), strict=True):
+def _copy_together(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies to the first tensor of each pair from the second, with a kernel for each dtype, not one for each tensor."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for pair in pairs:
+        for items, item in zip(by_dtype.setdefault(pair[0].dtype, ([], [])), pair, strict=True):
             items.append(item)
-    _copy_all(held)
+    for targets, sources in by_dtype.values():
+        _copy_many(targets, sources)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,7 +254,7 @@ class OutputRegions:
         for region, tensor in same:
             if region.nbytes > _SMALL_BYTES or region.device != tensor.device:
                 _copy(region, tensor)
-        _copy_together([region for region, _ in together], [tensor for _, tensor in together])
+        _copy_together(together)
 
     def aliased(self, slots: Sequence[int]) -> bool:
         """Tells whether a call on one of these slots returned a tensor that lies where one of the call before it lay."""

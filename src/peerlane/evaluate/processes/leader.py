@@ -69,22 +69,21 @@ class Leader:
 
     def await_exit(self, rank: int, phase: str) -> GroupFailure | None:
         """Waits until it has reported how a rank ended; returns the failure if it has ended itself."""
-        end = time.monotonic() + 1.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.channel, selectors.EVENT_READ)
-            while rank not in self.exits and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and (failure := self.read(phase)) is not None:
-                    return failure
-        return None
+        return self._await(lambda: rank in self.exits, 1.0, phase)
 
     def await_exits(self, number: int, deadline_s: float) -> None:
         """Waits until so many ranks have ended, or it has ended itself."""
+        self._await(lambda: len(self.exits) >= number, deadline_s, "exit")
+
+    def _await(self, has_told: Callable[[], bool], deadline_s: float, phase: str) -> GroupFailure | None:
+        """Reads its reports until it has told what is waited for; returns the failure if it has ended itself."""
         end = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel, selectors.EVENT_READ)
-            while len(self.exits) < number and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and self.read("exit") is not None:
-                    break
+            while not has_told() and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and (failure := self.read(phase)) is not None:
+                    return failure
+        return None
 
     def mark_core_time(self) -> None:
         """Begins the time that :meth:`core_time` is about."""
@@ -93,13 +92,10 @@ class Leader:
 
     def core_time(self) -> CoreTime | None:
         """Returns what its processes had of the cores since the mark; None if the leader does not tell."""
-        self._core_time, end = None, time.monotonic() + _ANSWER_S
-        with contextlib.suppress(OSError, ProtocolError), selectors.DefaultSelector() as selector:
+        self._core_time = None
+        with contextlib.suppress(OSError, ProtocolError):
             self.channel.send({"core_time": "tell"})
-            selector.register(self.channel, selectors.EVENT_READ)
-            while self._core_time is None and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and self.read("exit") is not None:
-                    break
+            self._await(lambda: self._core_time is not None, _ANSWER_S, "exit")
         return self._core_time
 
     def end(self, deadline_s: float) -> list[int]:

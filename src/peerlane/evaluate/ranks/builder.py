@@ -11,7 +11,7 @@ import torch
 
 from peerlane.emulator import cuda_extensions
 from peerlane.errors import CompileError, MissingDependency
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import wire
 from peerlane.evaluate.rank_interface import BuilderInterface
 from peerlane.evaluate.ranks import device_check, extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
@@ -41,8 +41,8 @@ class Builder(RankProcess, BuilderInterface):
         if emulated:
             self._build_for_emulated_ranks(file, text)
             return wire.Built(None, False)
-        extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
-        by_nvcc = gpu_only and device_check.check_extensions(lambda building: self.send(messages.building_message(building)))
+        extensions.compile_cheaply(self.report_building)
+        by_nvcc = gpu_only and device_check.check_extensions(self.report_building)
         module, raised = None, None
         try:
             module = import_candidate(file, text)
@@ -66,11 +66,8 @@ class Builder(RankProcess, BuilderInterface):
         """Compiles what the import of the candidate compiles, and what its source shows that its calls will. Raises what nvcc says."""
 
         def build(asked: cuda_extensions.Source) -> cuda_extensions.Built:
-            self.send(messages.building_message(True))
-            try:
+            with extensions.told(self.report_building):
                 return cuda_extensions.build(asked)
-            finally:
-                self.send(messages.building_message(False))
 
         for place, members in cuda_extensions.extension_stand_ins(build):
             for name, member in members.items():

@@ -76,17 +76,11 @@ class Builds:
         self._waiting: list[_Build] = []
         self._running: list[_Build] = []
 
-    @property
-    def ahead(self) -> bool:
-        """Tells whether anything is compiled before its turn."""
-        return self.at_a_time > 0
-
     def order(self, candidates: Iterable[CandidateFile]) -> None:
         """Has these compiled ahead of their turn; :meth:`drop` takes the order back."""
-        if self.ahead:
-            for candidate in candidates:
-                if candidate.compiles:
-                    self._want(candidate)
+        for candidate in candidates:
+            if candidate.compiles and self.at_a_time:
+                self._want(candidate)
 
     def ready(self, candidate: CandidateFile) -> bool:
         """Tells whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
@@ -101,7 +95,7 @@ class Builds:
         Raises GroupFailure if it does not compile, HarnessError if the builder fails, CandidateChanged if it is not what it was; and what
         ``limit`` raises.
         """
-        build = self._want(candidate, at_once=not self.ahead)
+        build = self._want(candidate, at_once=not self.at_a_time)
         try:
             while not build.ended.wait(_LOOK_S):
                 if limit is not None:

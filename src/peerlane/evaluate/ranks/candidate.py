@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from peerlane import problems, settings
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
 from peerlane.evaluate.audit.recorder import collectives, recording
@@ -170,7 +170,7 @@ class CandidateRank(Rank, CandidateInterface):
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
         extensions.use_cache(cache)
-        extensions.report_builds(lambda building: self.send(messages.building_message(building)))
+        extensions.report_builds(self.report_building)
         if not self.place.has_gpus:
             os.environ["TRITON_INTERPRET"] = "1"
         out_of_reach.refuse_answers(granted)

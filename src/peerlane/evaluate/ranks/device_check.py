@@ -19,6 +19,7 @@ from torch.utils import cpp_extension
 
 from peerlane.common.toolkit import find_nvcc
 from peerlane.errors import CompileError, MissingDependency
+from peerlane.evaluate.ranks.extensions import told
 from peerlane.settings import cache_dir
 
 ARCHITECTURE = "sm_90a"
@@ -58,11 +59,8 @@ def check_extensions(tell: Callable[[bool], None]) -> bool:
         return False
 
     def compiled(texts: Iterable[str], flags: Sequence[str], include_dirs: Sequence[str]) -> None:
-        tell(True)
-        try:
+        with told(tell):
             compile_device_code(nvcc, texts, flags, include_dirs)
-        finally:
-            tell(False)
 
     def load_inline(
         name: str,

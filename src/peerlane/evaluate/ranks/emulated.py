@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +103,14 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
     def _call(self, cases: list[_RankCase], slot: int) -> None:
         for attached in cases:
             poison_freed_memory(attached.outputs.layout[slot], self.device)
-        own = [attached.own_arguments(slot) for attached in cases]
-        arguments = [context.__enter__() for context in own]
+        with ExitStack() as stack:
+            arguments = [stack.enter_context(attached.own_arguments(slot)) for attached in cases]
 
-        def keep(rank: int, output: Any) -> None:
-            taken = cases[rank].outputs.take(slot, output, arguments[rank])
-            cases[rank].latest = functools.partial(list, taken)  # kept until the next call is over: the same storage again is reuse
+            def keep(rank: int, output: Any) -> None:
+                taken = cases[rank].outputs.take(slot, output, arguments[rank])
+                cases[rank].latest = functools.partial(list, taken)  # kept until the next call is over: the same storage again is reuse
 
-        self._ranks.call(arguments, keep)
-        for context in own:
-            context.__exit__(None, None, None)
+            self._ranks.call(arguments, keep)
 
     def report_races(self) -> wire.RaceReport:
         before, self._reported = self._reported, self._ranks.reports()

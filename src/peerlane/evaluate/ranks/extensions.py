@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +128,16 @@ def install_public_helpers() -> None:
 Tell = Callable[[bool], None]
 
 
+@contextlib.contextmanager
+def told(tell: Tell) -> Iterator[None]:
+    """Calls ``tell`` with True, and at the end of the block with False."""
+    tell(True)
+    try:
+        yield
+    finally:
+        tell(False)
+
+
 def report_builds(tell: Tell) -> None:
     """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
     does, and with False when it is done.
@@ -147,11 +157,8 @@ def report_builds(tell: Tell) -> None:
             return load(name, asked["build_directory"], asked["is_python_module"])
         if versions.get_version(name) is None:
             done.forget_built()  # what comes now takes its place
-        tell(True)
-        try:
+        with told(tell):
             return build(asked)
-        finally:
-            tell(False)
 
     _replace_build(repeat)
 
@@ -162,22 +169,20 @@ def compile_cheaply(tell: Tell) -> None:
 
     def attempt(build: Build, asked: Asked) -> Any:
         done, name = _Outcome.of(asked), str(asked["name"])
-        tell(True)
-        try:
+        with told(tell):
             try:
-                found = build(_cheaper(asked))
-            except Exception:
-                _versions().entries.pop(name, None)  # or the second attempt would have another name
-                found = build(asked)
-            if _versions().get_version(name) == 0:
-                done.set_built()
-            return found
-        except Exception as error:
-            if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
-                done.set_failure(str(error))
-            raise
-        finally:
-            tell(False)
+                try:
+                    found = build(_cheaper(asked))
+                except Exception:
+                    _versions().entries.pop(name, None)  # or the second attempt would have another name
+                    found = build(asked)
+                if _versions().get_version(name) == 0:
+                    done.set_built()
+                return found
+            except Exception as error:
+                if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
+                    done.set_failure(str(error))
+                raise
 
     _replace_build(attempt)
 

@@ -25,7 +25,7 @@ from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault
 from peerlane.evaluate import wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
-from peerlane.evaluate.messages import REQUESTS, ErrorKind, Message
+from peerlane.evaluate.messages import REQUESTS, ErrorKind, Message, building_message
 from peerlane.evaluate.rank_interface import BlockInterface, RankInterface
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
@@ -112,6 +112,10 @@ class RankProcess(RankInterface):
 
     def exit(self) -> None:
         self.leaving = True
+
+    def report_building(self, building: bool) -> None:
+        """Tells the supervisor that this process compiles from now on, or no more."""
+        self.send(building_message(building))
 
     @staticmethod
     def freeze_objects() -> None:

@@ -16,7 +16,7 @@ from peerlane.common.place import Device, Place
 from peerlane.common.version import PACKAGE
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE, SOLUTIONS
-from peerlane.results.record import Record
+from peerlane.results.record import Record, first_fault
 from peerlane.results.verdict import Phase
 
 VerdictKind = Literal[
@@ -162,9 +162,7 @@ def load(root: Path | None = None) -> Corpus:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read the table {path}: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the whole"
-        raise UsageError(f"{path} is not a valid table: {place}: {first['msg']}") from None
+        raise UsageError(f"{path} is not a valid table: {first_fault(error, 'the whole')}") from None
     listed = {entry.file for entry in document.candidate if entry.base is None} - {REFERENCE}
     there = {item.stem for item in (root / _FOLDER).glob("*.py")}
     if strange := sorted(listed ^ there):

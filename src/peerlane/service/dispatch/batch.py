@@ -9,7 +9,6 @@ import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from peerlane.errors import PeerlaneError
 from peerlane.evaluate.candidates import CandidateFile
@@ -39,13 +38,8 @@ def _portable(job: Job) -> CandidateFile:
     return candidate if source is None else replace(candidate, text=source.encode("latin-1"))
 
 
-def read_batch(rows: Sequence[dict[str, Any]]) -> list[Result]:
-    """Results from what :func:`.run_batch` gave."""
-    return [Result.model_validate(row) for row in rows]
-
-
 def write_result(result: Result) -> str:
-    """A line for :func:`read_batch`."""
+    """A line for :func:`.run_batch`."""
     return json.dumps({**result.model_dump(mode="json"), "environment": result.environment})
 
 

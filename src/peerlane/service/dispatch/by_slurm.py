@@ -2,22 +2,20 @@
 
 import importlib.util
 import math
-import pickle
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peerlane.errors import HarnessError, MissingDependency, RunStopped, UsageError
+from peerlane.errors import MissingDependency, RunStopped, UsageError
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.results.result import Result
 from peerlane.service import node_check
-from peerlane.service.dispatch.batch import batch_plan, read_batch
 from peerlane.service.dispatch.collect import Collector, Conditions, group
-from peerlane.service.dispatch.farm import FarmSettings, check_task, most_seconds
-from peerlane.service.dispatch.launch import BatchTask, check_and_run
+from peerlane.service.dispatch.farm import FarmSettings, batch_task, check_task
+from peerlane.service.dispatch.launch import check_and_run
 from peerlane.service.node_check import NodeReport
 
 INSTALL = "pip install 'peerlane[slurm]'"
@@ -58,8 +56,8 @@ class SlurmDispatcher:
         from submitit.core.utils import FailedJobError
 
         folder = (run.plan.out or Path("peerlane-results")) / "slurm"
-        executor = self._executor(folder, run.plan, max(run.seconds(batch) for batch in batches))
-        tasks = [run.task(batch, self._settings) for batch in batches]
+        tasks = [batch_task(run.plan, batch, self._settings) for batch in batches]
+        executor = self._executor(folder, run.plan, max(task.deadline_s for task in tasks))
         check = check_task(run.plan, self._settings)
         try:
             started = executor.map_array(check_and_run, [check] * len(tasks), tasks)
@@ -102,15 +100,6 @@ class _SlurmRun:
         earlier = Conditions.of_earlier_run(plan)
         self.collector = None if earlier is None else Collector(plan, jobs, earlier, progress)
         self.fault = ""
-        self._done: set[int] = set()
-
-    def seconds(self, batch: Sequence[Job]) -> float:
-        """The deadline of a batch."""
-        return sum(map(most_seconds, batch))
-
-    def task(self, batch: Sequence[Job], settings: FarmSettings) -> BatchTask:
-        """Returns the input of a task of the array."""
-        return BatchTask(pickle.dumps(batch_plan(self.plan, batch)), self.seconds(batch), settings.command)
 
     def take(self, batch: Sequence[Job], job: Any) -> None:
         """A task has ended."""
@@ -125,19 +114,12 @@ class _SlurmRun:
         if self.collector is None:
             Conditions.remember(self.plan, report.conditions)
             self.collector = Collector(self.plan, self._jobs, Conditions.of(report.conditions), self.progress)
-        try:
-            for item, result in zip(batch, read_batch(rows), strict=True):
-                self.collector.keep(item, result)
-                self._done.add(id(item))
-        except UsageError:
-            raise
-        except (HarnessError, ValueError) as fault:
+        if (fault := self.collector.keep_batch(batch, rows)) is not None:
             self._note(f"task {job.job_id}: {fault}")
 
-    def left(self) -> list[Job]:
+    def left(self) -> Sequence[Job]:
         """Jobs without a result."""
-        due = self._jobs if self.collector is None else self.collector.due
-        return [job for job in due if id(job) not in self._done]
+        return self._jobs if self.collector is None else self.collector.left()
 
     def _note(self, fault: str) -> None:
         self.fault = fault

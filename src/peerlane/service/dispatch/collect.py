@@ -82,7 +82,7 @@ class Collector:
             if self._store is not None and not plan.rerun and (known := self._store.find(identity, job.candidate.name)) is not None:
                 same = known.candidate.name == job.candidate.name
                 self._found[id(job)] = known if same else self._store_named(known, job)
-        self.due = [job for job in jobs if id(job) not in self._found]
+        self.due = self.left()
         """jobs without a result, when the run began"""
         progress.started(len(self.due), len(jobs) - len(self.due))
 
@@ -94,10 +94,25 @@ class Collector:
         self._found[id(job)] = result = self._store_named(result, job)
         self._progress.finished(result)
 
+    def keep_batch(self, jobs: Sequence[Job], rows: Sequence[dict[str, Any]]) -> str | None:
+        """Stores what :func:`.run_batch` gave for these jobs; returns why some of it could not be kept."""
+        try:
+            for job, result in zip(jobs, [Result.model_validate(row) for row in rows], strict=True):
+                self.keep(job, result)
+        except UsageError:
+            raise
+        except (HarnessError, ValueError) as fault:
+            return str(fault)
+        return None
+
+    def left(self) -> list[Job]:
+        """Jobs without a result."""
+        return [job for job in self._jobs if id(job) not in self._found]
+
     def results(self, why: str = "") -> list[Result]:
         """All results, in order; raises :class:`RunStopped`, which holds those that there are, if one is missing."""
         found = [self._found[id(job)] for job in self._jobs if id(job) in self._found]
-        if missing := len(self._jobs) - len(found):
+        if missing := len(self.left()):
             told = f": {why}" if why else ""
             raise RunStopped(f"no result of {counted(missing, 'evaluation')}{told}; the same command tries again", found)
         return found

@@ -3,17 +3,17 @@
 import pickle
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from peerlane.common.words import counted
-from peerlane.errors import HarnessError, RunStopped, UsageError
+from peerlane.errors import RunStopped
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.results.result import Result
 from peerlane.service import node_check
-from peerlane.service.dispatch.batch import batch_plan, read_batch
+from peerlane.service.dispatch.batch import batch_plan
 from peerlane.service.dispatch.collect import Collector, Conditions, group
 from peerlane.service.dispatch.launch import BatchTask, CheckTask
 from peerlane.service.node_check import NodeReport
@@ -175,10 +175,9 @@ class Farm:
                 self._check(node)  # it came later, or its check was due again
             elif self._queue:
                 jobs, tries = self._queue.pop(0)
-                seconds = sum(map(most_seconds, jobs))
-                task = BatchTask(pickle.dumps(batch_plan(self._plan, jobs)), seconds, self._settings.command)
+                task = batch_task(self._plan, jobs, self._settings)
                 handle = self._cluster.judge(node, task)
-                self._running[handle] = _Work(node, jobs, tries, time.monotonic() + seconds + self._settings.grace_s)
+                self._running[handle] = _Work(node, jobs, tries, time.monotonic() + task.deadline_s + self._settings.grace_s)
 
     def _end(self, work: _Work, value: Any, fault: str | None, collector: Collector) -> None:
         if work.jobs is None:
@@ -186,16 +185,9 @@ class Farm:
             if work.node in self._fit:
                 self._require_class(work.node)
             return
-        if fault is None:
-            try:
-                for job, result in zip(work.jobs, read_batch(value), strict=True):
-                    collector.keep(job, result)
-                self._faults[work.node] = 0
-                return
-            except UsageError:
-                raise
-            except (HarnessError, ValueError) as error:
-                fault = str(error)
+        if fault is None and (fault := collector.keep_batch(work.jobs, value)) is None:
+            self._faults[work.node] = 0
+            return
         self._faults[work.node] += 1
         self._last_fault = f"node {work.node}: {fault}"
         again = work.tries < self._settings.tries
@@ -214,9 +206,10 @@ class Farm:
                 work.cancel_at = now + self._settings.grace_s  # if that was not heard
 
 
-def most_seconds(job: Job) -> float:
-    """Returns how long an evaluation may take on a node."""
-    return _EVALUATION_S if job.timeout is None else _WITH_SECOND * job.timeout
+def batch_task(plan: EvaluationPlan, jobs: Sequence[Job], settings: FarmSettings) -> BatchTask:
+    """Returns what a node gets that judges these jobs of a plan."""
+    seconds = sum(_EVALUATION_S if job.timeout is None else _WITH_SECOND * job.timeout for job in jobs)
+    return BatchTask(pickle.dumps(batch_plan(plan, jobs)), seconds, settings.command)
 
 
 def check_task(plan: EvaluationPlan, settings: FarmSettings) -> CheckTask:
