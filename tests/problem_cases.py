@@ -1,4 +1,4 @@
-"""What tests of problems share: the arguments of every rank, their answers, and the small cases."""
+"""What tests of problems share: the arguments of every rank, their answers and costs, and the small cases."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
+from peerlane.problems import Case, Cost, Draw
 
 
 def drawing(case: Case, rank: int, block: int = 0, slot: int = 0, *, secret: str = "unit", kind: str = "random") -> Draw:
@@ -29,6 +29,12 @@ def drawn(number: int, label: str, world_size: int = 4) -> tuple[Case, list[tupl
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Every rank's answer."""
     return [problems.get(case.problem).oracle(case, list(inputs), rank) for rank in range(case.world_size)]
+
+
+def costs(number: int, preset: str, world_size: int = 8) -> list[Cost]:
+    """Every rank's cost of a preset's first case."""
+    case = problems.get(number).cases(preset, world_size)[0]
+    return [problems.get(number).cost(case, rank) for rank in range(world_size)]
 
 
 def members(case: Case, rank: int) -> list[int]:

@@ -14,7 +14,7 @@ from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.attention import Grid, score_pieces
 from peerlane.problems.p058_openclip_contrastive_loss import _from_moments, _subjects
 from peerlane.problems.p077_range_shuffled_async_attention import key_ranges
-from problem_cases import arguments, drawn, wide
+from problem_cases import arguments, costs, drawn, wide
 
 BF16, FP64 = torch.bfloat16, torch.float64
 
@@ -27,17 +27,13 @@ def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected
 def test_a_pipeline_sends_the_smaller_of_keys_and_hidden_states() -> None:
     """pkb on 8 ranks: 4 tokens x 16 sequences x 512 x 2 bytes are 65536; a ring of 4, half of whose pairs are masked,
     and one hop between the stages."""
-    problem = problems.get(56)
-    case = problem.cases("pkb", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert [cost.egress_bytes / 65536 for cost in costs] == [2.5, 2.5, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
-    assert [cost.ingress_bytes / 65536 for cost in costs] == [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5, 2.5]
+    found = costs(56, "pkb")
+    assert [cost.egress_bytes / 65536 for cost in found] == [2.5, 2.5, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
+    assert [cost.ingress_bytes / 65536 for cost in found] == [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5, 2.5]
 
 
 def test_backward_costs_are_five_products_over_the_visible_pairs() -> None:
-    problem = problems.get(57)
-    case = problem.cases("production_llama3_70b_64k", 8)[0]
-    total = sum(problem.cost(case, rank).flops["bf16"] for rank in range(8))
+    total = sum(cost.flops["bf16"] for cost in costs(57, "production_llama3_70b_64k"))
     assert total == 5 * 2 * 8 * 128 * (65536 * 65537 / 2)
 
 

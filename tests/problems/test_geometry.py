@@ -8,19 +8,14 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Expected
 from peerlane.problems.contract import rounded
 from peerlane.problems.families.splat import project, project_covariances, rotations
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
-from problem_cases import arguments, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracles
 
 FP64 = torch.float64
-
-
-def small(number: int, label: str, world_size: int = 4) -> Case:
-    return problems.get(number).case("small", label, world_size)
 
 
 def labels(number: int) -> list[str]:
@@ -28,18 +23,14 @@ def labels(number: int) -> list[str]:
 
 
 def test_a_kalman_step_takes_five_operations_an_entry() -> None:
-    problem = problems.get(63)
-    assert problem.cost(problem.cases("pkb", 8)[0], 0).flops["fp64"] == 5 * 8 * 1024**2
+    assert costs(63, "pkb")[0].flops["fp64"] == 5 * 8 * 1024**2
 
 
 def test_crowded_masks_cost_less_than_a_plain_gather() -> None:
     """200 masks of 288 x 288 are 66 MB in float32; a gather in bfloat16 brings at most 33 MB of them."""
-    problem = problems.get(81)
-    case = problem.cases("production_sam3_crowd", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert all(cost.hbm_bytes >= 66e6 for cost in costs)
-    assert all(cost.ingress_bytes <= 288 * 288 * 2 * 200 for cost in costs)
-    assert object_counts(problem.cases("production_sam3_crowd", 4)[0], 4) == [75, 55, 45, 25]
+    found = costs(81, "production_sam3_crowd")
+    assert all(cost.hbm_bytes >= 66e6 and cost.ingress_bytes <= 288 * 288 * 2 * 200 for cost in found)
+    assert object_counts(problems.get(81).cases("production_sam3_crowd", 4)[0], 4) == [75, 55, 45, 25]
 
 
 def dft(length: int, sign: int) -> torch.Tensor:
@@ -95,8 +86,7 @@ def test_bins_of_the_half_spectrum_stand_for_all(columns: int) -> None:
 
 
 def test_delta_has_the_same_modulus_everywhere() -> None:
-    case = small(59, "delta")
-    modulus = torch.cat([expected.value for expected in oracles(case, arguments(case))], dim=1).abs().flatten(1)
+    modulus = torch.cat([expected.value for expected in oracles(*drawn(59, "delta"))], dim=1).abs().flatten(1)
     torch.testing.assert_close(modulus, modulus[:, :1].expand_as(modulus), rtol=1e-12, atol=0.0)
 
 
@@ -243,7 +233,6 @@ def test_what_cameras_see_depends_on_no_drawing() -> None:
 def test_public_numbers_count_from_the_destination() -> None:
     case, inputs = drawn(61, "public_numbers")
     first = [sum(len(args[0]) for args in inputs[:rank]) for rank in range(4)]
-    ids: Expected
     for rank, (_, ids, *_) in enumerate(oracles(case, inputs)):
         assert int(ids.value.min()) >= first[rank]
         assert int(ids.value.max()) < first[rank] + max(len(args[0]) for args in inputs)

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from peerlane import problems
 from peerlane.problems.contract import Case, rounded
 from peerlane.problems.p079_distributed_knn import allowed_error
-from problem_cases import arguments, members, small
+from problem_cases import arguments, members, oracles, small
 from ranks.pool import RankPool
 
 KNN, LOGPROB = problems.get(79), problems.get(82)
@@ -48,8 +48,7 @@ def log_probability(logits: list[float], kept: set[int], token: int) -> float:
 @pytest.mark.parametrize("case", [param for param in small(82) if "wide" not in param.id])
 def test_filtered_log_probabilities_follow_the_definition(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
-        expected = LOGPROB.oracle(case, inputs, rank)
+    for rank, expected in enumerate(oracles(case, inputs)):
         whole = torch.cat([inputs[q][0].double() for q in members(case, rank)], dim=-1).flatten(0, 1).tolist()
         target = inputs[rank][1].flatten().tolist()
         _, _, _, top_k, top_p = inputs[rank]
@@ -136,8 +135,7 @@ def test_the_largest_logit_is_never_dropped() -> None:
 @pytest.mark.parametrize("case", [param for param in small(79) if "dense" not in param.id])
 def test_nearest_neighbours_row_by_row(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
-        similarities, labels = KNN.oracle(case, inputs, rank)
+    for rank, (similarities, labels) in enumerate(oracles(case, inputs)):
         owners = members(case, rank)
         train = [row for q in owners for row in inputs[q][1].t().double().tolist()]
         names = [label for q in owners for label in inputs[q][2][0].tolist()]
@@ -270,13 +268,6 @@ def test_more_neighbours_than_rows() -> None:
         KNN.reference(torch.ones(1, 2), torch.ones(2, 4), torch.zeros(1, 4, dtype=torch.int64), 5)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 def odd_number_of_tokens(rank: int, world_size: int) -> str:
     try:
         LOGPROB.reference(torch.zeros(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64))
@@ -285,5 +276,5 @@ def odd_number_of_tokens(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_tokens_must_be_a_multiple_of_the_ranks(pair: RankPool) -> None:
-    assert pair.run(odd_number_of_tokens) == ["got 3 tokens on 2 ranks: expected a multiple of the number of ranks"] * 2
+def test_tokens_must_be_a_multiple_of_the_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(odd_number_of_tokens) == ["got 3 tokens on 2 ranks: expected a multiple of the number of ranks"] * 2

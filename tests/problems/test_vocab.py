@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
+from peerlane.problems import Case
 from peerlane.problems.contract import rounded
 from peerlane.problems.contract.judge import score
 from peerlane.problems.families.vocab import check_chunks, filter_in_own_dtype
 from peerlane.problems.families.vocab_logprob import log_probability_answer
 from peerlane.problems.p084_vocab_parallel_sampled_logprob_backward import gradient_answer
-from problem_cases import arguments, members, small
+from problem_cases import arguments, costs, members, oracles, small
 
-CHUNKED, BACKWARD = problems.get(83), problems.get(84)
+BACKWARD = problems.get(84)
 
 
 def kept(row: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
@@ -47,17 +47,17 @@ def whole_rows(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torc
 @pytest.mark.parametrize("case", small(83))
 def test_chunked_log_probabilities_follow_the_definition(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, expected in enumerate(oracles(case, inputs)):
         _, target, _, top_k, top_p, _ = inputs[rank]
         want = log_probabilities(whole_rows(case, inputs, rank), target.flatten(), top_k, top_p)
-        torch.testing.assert_close(CHUNKED.oracle(case, inputs, rank).value.flatten(), want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(expected.value.flatten(), want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("case", small(84))
 def test_gradients_are_those_of_autograd(case: Case) -> None:
     """Where the filter drops the target, its log-probability is -inf; the gradient is then that of minus the normaliser."""
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, expected in enumerate(oracles(case, inputs)):
         logits, target, upstream, _, top_k, top_p, _ = inputs[rank]
         whole = whole_rows(case, inputs, rank).requires_grad_()
         masks = torch.stack([kept(row, top_k, top_p) for row in whole.detach()])
@@ -67,7 +67,6 @@ def test_gradients_are_those_of_autograd(case: Case) -> None:
         (gradient,) = torch.autograd.grad(answer, whole, upstream.flatten().double())
         place, shard = members(case, rank).index(rank), logits.shape[-1]
         want = gradient[:, place * shard : (place + 1) * shard].reshape(logits.shape)
-        expected = BACKWARD.oracle(case, inputs, rank)
         torch.testing.assert_close(expected.value.double(), want, rtol=1e-6, atol=1e-14 * float(upstream.double().abs().max()))
         # The definition's answer is always one that the comparison takes.
         (result,) = BACKWARD.compare(case, want.float(), expected, "random")
@@ -134,10 +133,10 @@ def test_a_bfloat16_filter_has_one_verdict_for_every_secret(number: int, label: 
     case = problem.case("pkb", label, 4)
     answer = gradient_answer if number == 84 else log_probability_answer
     for secret in range(10):
-        draws = [Draw(secret=str(secret), case_key=case.key, slot=0, block=0, rank=rank) for rank in range(4)]
-        inputs = [problem.inputs(case, rank, draw) for rank, draw in enumerate(draws)]
+        inputs = arguments(case, secret=str(secret))
         kept = filter_in_own_dtype(case, inputs, 0)
-        results = [score(problem, case, answer(case, rank, inputs[rank], kept), problem.oracle(case, inputs, rank)) for rank in range(4)]
+        expected = oracles(case, inputs)
+        results = [score(problem, case, answer(case, rank, inputs[rank], kept), expected[rank]) for rank in range(4)]
         verdicts.add(all(item.passed for scores in results for item in scores))
     assert verdicts == {right}
 
@@ -153,11 +152,10 @@ def test_chunks_must_be_multiples_of_the_ranks() -> None:
 
 def test_costs_match_published_figures() -> None:
     """On 8 ranks: Llama's gradient is 263 MB, and 12 bytes per token are sent but for the rank's own share."""
-    case = BACKWARD.cases("production_llama3_rl", 8)[0]
+    chunked, backward = (costs(number, "production_llama3_rl")[0] for number in (83, 84))
     read, written = 4096 * 16032 * 2, 4096 * 16032 * 4
     assert written == pytest.approx(263e6, rel=0.01)
-    assert BACKWARD.cost(case, 0).hbm_bytes == pytest.approx(read + written, rel=1e-3)
-    assert BACKWARD.cost(case, 0).flops["fp32"] == 2 * 4096 * 16032
-    case = CHUNKED.cases("production_llama3_rl", 8)[0]
-    assert CHUNKED.cost(case, 0).egress_bytes == 12 * 4 * 4096 * 7 / 8
-    assert CHUNKED.cost(case, 0).hbm_bytes == pytest.approx(4 * 4096 * 16032 * 2, rel=1e-3)
+    assert backward.hbm_bytes == pytest.approx(read + written, rel=1e-3)
+    assert backward.flops["fp32"] == 2 * 4096 * 16032
+    assert chunked.egress_bytes == 12 * 4 * 4096 * 7 / 8
+    assert chunked.hbm_bytes == pytest.approx(4 * 4096 * 16032 * 2, rel=1e-3)
