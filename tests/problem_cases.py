@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from peerlane import problems
 from peerlane.problems import Case, Cost, Draw
@@ -50,3 +51,12 @@ def small(number: int, variant: str = "default") -> list[Any]:
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float64)
+
+
+def attention_layer(
+    x: torch.Tensor, w_qkv: torch.Tensor, w_o: torch.Tensor, heads: int, *, causal: bool, scale: float | None = None
+) -> torch.Tensor:
+    """A layer on the whole sequence with all heads by torch's attention, in float64, as a model without parallelism computes it."""
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in F.linear(wide(x), wide(w_qkv)).chunk(3, dim=-1))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    return F.linear(attended.transpose(1, 2).flatten(2), wide(w_o))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, MARK, marked, marked_processes, wait_for
+from e2e.runs import GOOD, MARK, marked, marked_processes, plan_of, wait_for
 from peerlane.results.store import ResultsStore
 
 DAEMON_THEN_LOOP = '''
@@ -114,7 +114,7 @@ def test_killed_supervisor_leaves_nothing_and_the_run_resumes(interrupted: Run) 
 
 def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
     """KeyboardInterrupt in the calling thread ends everything before it leaves evaluate()."""
-    from peerlane.evaluate import EvaluationPlan, discover, evaluate
+    from peerlane.evaluate import evaluate
     from peerlane.evaluate.evaluator import Silent
 
     class Impatient(Silent):
@@ -122,8 +122,7 @@ def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
             if phase == "correctness":
                 raise KeyboardInterrupt
 
-    plan = EvaluationPlan(discover([str(GOOD)]), presets=("small",), world_sizes=(2,), out=tmp_path)
     with marked(tmp_path.as_posix()), pytest.raises(KeyboardInterrupt):
-        evaluate(plan, Impatient())
+        evaluate(plan_of(GOOD, out=tmp_path), Impatient())
     assert marked_processes(tmp_path.as_posix()) == []
     assert ResultsStore(tmp_path).results() == []

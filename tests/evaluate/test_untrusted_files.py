@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Peerlane
+from e2e.runs import RIGHT as GOOD
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.runs import run_to_judge
 from peerlane.common import files
@@ -24,15 +25,6 @@ from peerlane.evaluate import candidates, discover
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.sandbox.untrusted_folders import remove_tree
 
-GOOD = """\
-import torch.distributed as dist
-
-
-def solution(tensor):
-    out = tensor.clone()
-    dist.all_reduce(out)
-    return out
-"""
 DISCOVER = """
 import json, sys
 from peerlane.evaluate import discover
@@ -59,30 +51,6 @@ def discovered(*paths: Path) -> tuple[list[str], list[str]]:
     return names, notes
 
 
-def pipe(at: Path, secret: Path) -> None:
-    os.mkfifo(at)
-
-
-def endless_device(at: Path, secret: Path) -> None:
-    at.symlink_to("/dev/zero")
-
-
-def link_outside(at: Path, secret: Path) -> None:
-    at.symlink_to(secret)
-
-
-def relative_link_outside(at: Path, secret: Path) -> None:
-    at.symlink_to(os.path.relpath(secret, at.parent))
-
-
-def link_to_itself(at: Path, secret: Path) -> None:
-    at.symlink_to(at.name)
-
-
-def link_to_nothing(at: Path, secret: Path) -> None:
-    at.symlink_to("gone.py")
-
-
 def socket_file(at: Path, secret: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(at))
@@ -93,31 +61,30 @@ def sparse_file(at: Path, secret: Path) -> None:
         file.truncate(1 << 40)
 
 
-Hostile = Callable[[Path, Path], None]
+HOSTILE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "pipe": (lambda at, secret: os.mkfifo(at), "is a pipe"),
+    "endless_device": (lambda at, secret: at.symlink_to("/dev/zero"), "is a link"),
+    "link_outside": (lambda at, secret: at.symlink_to(secret), "is a link"),
+    "relative_link_outside": (lambda at, secret: at.symlink_to(os.path.relpath(secret, at.parent)), "is a link"),
+    "link_to_itself": (lambda at, secret: at.symlink_to(at.name), "is a link"),
+    "link_to_nothing": (lambda at, secret: at.symlink_to("gone.py"), "is a link"),
+    "socket": (socket_file, "is a socket"),
+    "sparse_file": (sparse_file, "expected at most 2097152"),
+}
+"""What makes a file, given its path and that of a secret, and why it is refused."""
 
 
-@pytest.mark.parametrize(
-    ("hostile", "reason"),
-    [
-        (pipe, "is a pipe"),
-        (endless_device, "is a link"),
-        (link_outside, "is a link"),
-        (relative_link_outside, "is a link"),
-        (link_to_itself, "is a link"),
-        (link_to_nothing, "is a link"),
-        (socket_file, "is a socket"),
-        (sparse_file, "expected at most 2097152"),
-    ],
-)
+@pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("named", [False, True])
-def test_a_hostile_file_is_refused_by_name(hostile: Hostile, reason: str, named: bool, tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused_by_name(name: str, named: bool, tmp_path: Path) -> None:
     """Found in a folder, or named itself, as by a pattern of the shell."""
+    make, reason = HOSTILE[name]
     folder = tmp_path / "in"
     folder.mkdir()
     secret = tmp_path / "secret.py"
     secret.write_text(f"{GOOD}# {PROTECTED}\n")
     (folder / "1_good_pytorch.py").write_text(GOOD)
-    hostile(folder / "1_bad_pytorch.py", secret)
+    make(folder / "1_bad_pytorch.py", secret)
     names, notes = discovered(*(sorted(folder.iterdir()) if named else [folder]))
     assert names == ["1_good_pytorch"]
     assert [("1_bad_pytorch.py" in note, reason in note) for note in notes] == [(True, True)], notes
@@ -166,20 +133,18 @@ def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatc
     assert len(notes) == 1 and "sub is a link" in notes[0]
 
 
-@pytest.mark.parametrize("hostile", [pipe, link_outside, endless_device])
-def test_a_file_that_is_swapped_between_check_and_open_is_refused(
-    hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["pipe", "link_outside", "endless_device"])
+def test_a_file_that_is_swapped_between_check_and_open_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, secret = tmp_path / "1_x_pytorch.py", tmp_path / "secret.py"
     path.write_text(GOOD)
     secret.write_text(PROTECTED)
     real = os.open
 
-    def swap_and_open(name: Path, flags: int, *rest: int, **options: int | None) -> int:
+    def swap_and_open(opened: Path, flags: int, *rest: int, **options: int | None) -> int:
         path.unlink(missing_ok=True)
-        hostile(path, secret)
+        HOSTILE[name][0](path, secret)
         monkeypatch.setattr(os, "open", real)
-        return real(name, flags, *rest, **options)  # type: ignore[arg-type]
+        return real(opened, flags, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", swap_and_open)
     with pytest.raises(CandidateNotFound, match=r"is a pipe|cannot read .* symbolic links"):

@@ -12,7 +12,7 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.families import moe, moe_layer
 from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
-from problem_cases import arguments, costs, drawing, drawn, oracles
+from problem_cases import arguments, costs, drawing, drawn, members, oracles
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
@@ -108,10 +108,6 @@ def test_chunks_in_the_other_order_and_back() -> None:
     assert order.tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
     assert torch.arange(10)[order][moe.chunk_order(lengths.t(), 10)].tolist() == list(range(10))
     assert moe.chunk_order(torch.zeros(2, 2, dtype=torch.int64), 0).numel() == 0
-
-
-def members(case: Case, rank: int) -> list[int]:
-    return list(moe_layer.group_members(case, rank))
 
 
 @pytest.mark.parametrize("case", small_cases(28))

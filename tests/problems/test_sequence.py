@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems import p010_embedding_lookup as embedding
-from problem_cases import arguments, drawing, drawn, oracles
+from problem_cases import arguments, attention_layer, drawing, drawn, oracles
 
 FP64 = torch.float64
 
@@ -200,26 +200,23 @@ def test_gathered_logits_are_one_linear_layer(label: str) -> None:
     assert whole.isneginf().any() == (label == "masked_bf16")
 
 
-def attention_block(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
-    """The whole sequence through torch's attention in float64, as a model without parallelism computes it."""
-    hidden = torch.cat([args[0].to(FP64) for args in inputs], dim=1)
+def attention_block(inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+    """The whole sequence of these ranks through the layer."""
     _, w_qkv, w_o, _, heads, causal = inputs[0]
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in F.linear(hidden, w_qkv.to(FP64)).chunk(3, dim=-1))
-    context = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-    return F.linear(context, w_o.to(FP64))
+    return attention_layer(torch.cat([args[0] for args in inputs], dim=1), w_qkv, w_o, heads, causal=causal)
 
 
 @pytest.mark.parametrize("label", ["full_bf16", "causal_bf16", "one_token_bf16", "one_head_causal_bf16", "large_scores_fp32"])
 def test_ulysses_attention_is_attention(label: str) -> None:
     case, inputs = drawn(39, label)
-    torch.testing.assert_close(torch.cat(values(case, inputs), dim=1), attention_block(case, inputs), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(torch.cat(values(case, inputs), dim=1), attention_block(inputs), rtol=1e-9, atol=1e-11)
 
 
 def test_ulysses_attention_stays_within_the_group() -> None:
     case, inputs = drawn(39, "strided_group_bf16")
     answers = values(case, inputs)
     for members in ((0, 2), (1, 3)):
-        whole = attention_block(case, [inputs[rank] for rank in members])
+        whole = attention_block([inputs[rank] for rank in members])
         torch.testing.assert_close(torch.cat([answers[rank] for rank in members], dim=1), whole, rtol=1e-9, atol=1e-11)
 
 

@@ -7,7 +7,7 @@ import shutil
 import struct
 import subprocess
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle
+from peerlane.publish.bundle import MANIFEST, Bundle, read_bundle, write_bundle
 from peerlane.publish.gather import gather
 from peerlane.publish.page import render_page
 from peerlane.publish.signature import signature_file
@@ -34,9 +34,22 @@ def timed(speed: ModeSpeed, **changes: object) -> Result:
     return result(modes=("eager",), speed=(speed,), **changes)
 
 
+def bundle_of(folder: Path, problems: Sequence[int] = (1, 2), samples: int = 1, **options: Any) -> tuple[Bundle, list[Result]]:
+    """A bundle of right samples of the model "model", and the results that it claims."""
+    claims = make_run(folder / "run", "model", problems, samples, good=1.0, **options)
+    write_bundle(folder / "run", folder / "a.zip")
+    return read_bundle(folder / "a.zip"), claims
+
+
 def with_estimate(low: float, median: float, high: float) -> ModeSpeed:
     """A speed with this interval."""
     return measured("eager", 100.0, 50.0).model_copy(update={"speedup": Estimate(low=low, median=median, high=high, n=9)})
+
+
+def times(factor: float, claim: Result) -> Result:
+    """The result with so many times its speedups."""
+    speeds = (speed.model_copy(update={"speedup": speed.speedup.scaled(factor)}) for speed in claim.speed if isinstance(speed, ModeSpeed))
+    return claim.model_copy(update={"speed": tuple(speeds)})
 
 
 def with_share(share: float, ceilings: str = "datasheet") -> ModeSpeed:
@@ -79,15 +92,8 @@ def test_a_measurement_without_precision_confirms_no_speed() -> None:
 
 def test_the_page_shows_what_the_keeper_measured(tmp_path: Path) -> None:
     """Within the margin too: a claim of 4 % more is confirmed, and the page has the keeper's figures."""
-    claims = make_run(tmp_path / "run", "model", (1, 2), good=1.0)
-    write_bundle(tmp_path / "run", tmp_path / "a.zip")
-    bundle = read_bundle(tmp_path / "a.zip")
-    checks = [
-        claim.model_copy(
-            update={"speed": tuple(speed.model_copy(update={"speedup": speed.speedup.scaled(0.96)}) for speed in claim.speed)}  # type: ignore[union-attr]
-        )
-        for claim in claims
-    ]
+    bundle, claims = bundle_of(tmp_path)
+    checks = [times(0.96, claim) for claim in claims]
     found = verification(bundle, claims, checks)
     assert found.standing == "verified"
     verification_file(bundle.path).write_text(found.model_dump_json())
@@ -104,9 +110,7 @@ def test_the_page_shows_what_the_keeper_measured(tmp_path: Path) -> None:
 
 def test_claims_say_nothing_about_the_reference(tmp_path: Path) -> None:
     """The share of the roofline that the reference reaches is the keeper's figure, or none."""
-    claims = make_run(tmp_path / "run", "model", (1, 2), good=1.0)
-    write_bundle(tmp_path / "run", tmp_path / "a.zip")
-    bundle = read_bundle(tmp_path / "a.zip")
+    bundle, claims = bundle_of(tmp_path)
 
     def authors() -> set[object]:
         (board,) = data_of(render_page(gather([bundle.path]), "t").html)
@@ -147,10 +151,8 @@ def test_the_page_names_the_key_that_signed_a_bundle(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Members:
     """The members of an honest bundle of an agent."""
-    folder = tmp_path_factory.mktemp("good")
-    make_run(folder / "run", "m", (1, 2), 2, good=1.0, kind="agent")
-    write_bundle(folder / "run", folder / "good.zip")
-    with zipfile.ZipFile(folder / "good.zip") as archive:
+    bundle, _ = bundle_of(tmp_path_factory.mktemp("good"), samples=2, kind="agent")
+    with zipfile.ZipFile(bundle.path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
@@ -433,12 +435,7 @@ def test_another_name_of_a_sample_makes_no_second_one(good: Members, tmp_path: P
 def test_equal_hashes_with_other_figures_are_both_compared(tmp_path: Path) -> None:
     """A forged result beside the honest one of the same candidate, as of an earlier evaluator."""
     claims = make_run(tmp_path / "run", "m", (1,), good=1.0)
-    twin = claims[0].model_copy(
-        update={
-            "evaluator_version": "0.0.9",
-            "speed": tuple(speed.model_copy(update={"speedup": speed.speedup.scaled(40.0)}) for speed in claims[0].speed),  # type: ignore[union-attr]
-        }
-    )
+    twin = times(40.0, claims[0]).model_copy(update={"evaluator_version": "0.0.9"})
     (tmp_path / "run" / "results.jsonl").write_text(text_of(claims[0], twin))
     write_bundle(tmp_path / "run", tmp_path / "a.zip")
     bundle = read_bundle(tmp_path / "a.zip")
@@ -447,9 +444,7 @@ def test_equal_hashes_with_other_figures_are_both_compared(tmp_path: Path) -> No
 
 
 def test_steps_that_nobody_judged_are_not_shown_as_verified(tmp_path: Path) -> None:
-    claims = make_run(tmp_path / "run", "m", (1, 2), 2, good=1.0, kind="agent")
-    write_bundle(tmp_path / "run", tmp_path / "a.zip")
-    bundle = read_bundle(tmp_path / "a.zip")
+    bundle, claims = bundle_of(tmp_path, samples=2, kind="agent")
     assert any(sample.steps for sample in gather([bundle.path]).samples)
     verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
     assert not any(sample.steps for sample in gather([bundle.path]).samples)
