@@ -43,10 +43,15 @@ def members(case: Case, rank: int) -> list[int]:
     return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
 
 
-def small(number: int, variant: str = "default") -> list[Any]:
-    """Parameters of a test: the small cases on 2 and on 4 ranks."""
-    problem = problems.get(number)
-    return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w, variant)]
+def small(*numbers: int, variant: str | None = "default", worlds: Sequence[int] = (2, 4), marks: Any = ()) -> list[Any]:
+    """Parameters of a test: the problems' small cases on so many ranks; of all variants if none is named."""
+    return [
+        pytest.param(case, id=case.key, marks=marks)
+        for problem in map(problems.get, numbers)
+        for world in worlds
+        for name in (problem.variants if variant is None else (variant,))
+        for case in problem.cases("small", world, name)
+    ]
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,16 +104,12 @@ def kill_leader(board: Switchboard, group: RankGroup) -> None:
 
 def close_channel(board: Switchboard, group: RankGroup) -> None:
     """The end of the last rank's stream, though its process lives."""
-    last_channel(group).socket.shutdown(socket.SHUT_RDWR)
+    group._ranks[-1].socket.shutdown(socket.SHUT_RDWR)
 
 
 def garble(board: Switchboard, group: RankGroup) -> None:
     """Bytes that are no message, before the last rank's answer."""
-    last_channel(group)._buffer += b"\xff" * 64
-
-
-def last_channel(group: RankGroup) -> Any:
-    return group._ranks[-1]
+    group._ranks[-1]._buffer += b"\xff" * 64
 
 
 def leads_session(pid: int) -> bool:

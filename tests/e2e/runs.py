@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,17 @@ def marked_processes(mark: str) -> list[int]:
                     found.append(int(entry.name))
             except OSError:
                 continue
+    return found
+
+
+def processes_named(sign: str) -> list[str]:
+    """The names of processes that begin so, but for those that are dead."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name = (entry / "comm").read_text().strip()
+            if name.startswith(sign) and ") Z" not in (entry / "stat").read_text():
+                found.append(name)
     return found
 
 

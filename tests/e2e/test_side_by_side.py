@@ -20,8 +20,7 @@ from peerlane.evaluate.selftest.run import SelftestPlan, selftest
 from peerlane.evaluate.selftest.side_by_side import RunResources, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.table import load
 
-CORES = tuple(os.sched_getaffinity(0))
-HERE = RunResources((), CORES)
+HERE = RunResources((), tuple(os.sched_getaffinity(0)))
 plan = partial(plan_of, isolation="L0")
 slow_plan = partial(plan, deadlines=DEADLINES.with_calls(60.0))
 

@@ -21,10 +21,6 @@ from ranks.pool import RankPool
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 27, 36)
 
 
-def small_cases(number: int, world_size: int) -> list[Case]:
-    return problems.get(number).cases("small", world_size)
-
-
 @pytest.mark.parametrize(
     ("number", "busiest_port_bytes"),
     # Payload of the public shapes on 8 ranks: 2 MiB per rank in 2 to 8 and 27, 256 KiB in 36.
@@ -42,7 +38,7 @@ def test_cost_of_the_public_shapes_on_eight_ranks(number: int, busiest_port_byte
 def test_compulsory_traffic_is_that_of_the_tensors(number: int, world_size: int) -> None:
     """Problems that read all of their input and write all of their output: device memory traffic from the arguments and the answer."""
     problem = problems.get(number)
-    for case in small_cases(number, world_size):
+    for case in problem.cases("small", world_size):
         if case.params.get("root") == "any" or case.params.get("unpadded", (0, 0))[1] or case.params.get("splits") in ("uneven", "idle"):
             continue  # traffic differs between slots, or padding is not read
         inputs = arguments(case)
@@ -55,7 +51,7 @@ def test_compulsory_traffic_is_that_of_the_tensors(number: int, world_size: int)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_a_slot_keeps_its_layout_when_contents_change(number: int, world_size: int) -> None:
-    for case in small_cases(number, world_size):
+    for case in problems.get(number).cases("small", world_size):
         for first, second in zip(arguments(case), arguments(case, block=1), strict=True):
             assert first[0].shape == second[0].shape and first[1:] == second[1:]
 
@@ -80,7 +76,7 @@ def test_root_left_out_where_the_public_benchmark_leaves_it_out() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_rows_come_in_source_order_and_keep_their_order(world_size: int) -> None:
-    for case in small_cases(27, world_size):
+    for case in problems.get(27).cases("small", world_size):
         inputs = arguments(case)
         for rank, expected in enumerate(oracles(case, inputs)):
             group = members(case, rank)
@@ -178,7 +174,7 @@ def index_by_index(case: Case, inputs: list[tuple[Any, ...]], members: list[int]
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_exchange_index_by_index(world_size: int) -> None:
-    for case in small_cases(36, world_size):
+    for case in problems.get(36).cases("small", world_size):
         inputs = arguments(case)
         for rank, expected in enumerate(oracles(case, inputs)):
             group = members(case, rank)

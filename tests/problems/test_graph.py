@@ -146,7 +146,7 @@ def test_ranks_by_counting(case: Case) -> None:
     assert float((expected.low == expected.high).double().mean()) >= 0.9
 
 
-@pytest.mark.parametrize("case", small(69, "pkb"))
+@pytest.mark.parametrize("case", small(69, variant="pkb"))
 def test_open_ties_take_every_place_among_them(case: Case) -> None:
     inputs = arguments(case)
     expected = problems.get(69).oracle(case, inputs, 0)

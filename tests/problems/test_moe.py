@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,20 +13,11 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.families import moe, moe_layer
 from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
-from problem_cases import arguments, costs, drawing, drawn, members, oracles
+from problem_cases import arguments, costs, drawing, drawn, members, oracles, small
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
-
-
-def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4), marks: Any = ()) -> list[Any]:
-    return [
-        pytest.param(case, id=case.key, marks=marks)
-        for number in numbers
-        for world in worlds
-        for variant in problems.get(number).variants
-        for case in problems.get(number).cases("small", world, variant)
-    ]
+small_cases = partial(small, variant=None)
 
 
 def test_a_single_rank_without_peers_sends_nothing() -> None:

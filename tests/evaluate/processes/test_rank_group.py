@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import messages
 from peerlane.evaluate.correctness.case_runner import verdict_of
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes import leader
@@ -199,16 +198,6 @@ def test_a_failure_ends_the_wait_for_the_others(group: RankGroup, far: Far) -> N
     failure = failure_of(group, "illegal address")
     assert (failure.kind, failure.rank) == ("cuda_error", 1)
     assert time.monotonic() - begin < 5
-
-
-@pytest.mark.parametrize(
-    ("message", "kept"), [("x" * 50_000 + "end", messages.ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)]
-)
-def test_an_error_is_cut_here(message: Any, kept: int, group: RankGroup, far: Far) -> None:
-    """Whatever a rank was made to say, and however much of it."""
-    group.begin(USE_DEVICE, "correctness", 60)
-    far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
-    assert len(failure_of(group).message) == kept
 
 
 def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(group: RankGroup, far: Far) -> None:
