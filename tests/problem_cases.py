@@ -27,9 +27,14 @@ def drawn(number: int, label: str, world_size: int = 4) -> tuple[Case, list[tupl
     return case, arguments(case)
 
 
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int = 0) -> Any:
+    """One rank's answer."""
+    return problems.get(case.problem).oracle(case, list(inputs), rank)
+
+
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Every rank's answer."""
-    return [problems.get(case.problem).oracle(case, list(inputs), rank) for rank in range(case.world_size)]
+    return [oracle(case, inputs, rank) for rank in range(case.world_size)]
 
 
 def costs(number: int, preset: str, world_size: int = 8) -> list[Cost]:

@@ -68,7 +68,7 @@ def test_a_virtual_node_is_a_class_of_its_own_without_links_to_compare_with() ->
     assert shown == "virtual node of 4 ranks per GPU by MPS, on peerlane baseline, 1x NVIDIA H100, driver 580"
 
 
-def test_results_of_ranks_that_have_no_place_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_ranks_that_have_no_place_say_so() -> None:
     with Evaluator(plan=ANY) as evaluator:
         evaluator._plan = evaluator.scheduler.plan = replace(ANY, device="cuda", ranks_per_gpu=2)
         evaluator.scheduler.node = MACHINE

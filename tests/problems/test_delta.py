@@ -7,7 +7,7 @@ import torch
 
 from peerlane import problems
 from peerlane.problems.families.delta import Tokens, chunked_delta_rule, normalised, recurrence
-from problem_cases import arguments, costs, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -113,11 +113,10 @@ def test_kimi_delta_attention_by_its_definition(label: str, sequences: list[list
 
 def test_the_public_shape_remembers_across_ranks() -> None:
     """With the public benchmark's gates an answer from a state of zero passes; here the state decides the first tokens of every rank."""
-    problem = problems.get(74)
-    (case,) = problem.cases("pkb", 2)
+    (case,) = problems.get(74).cases("pkb", 2)
     inputs = arguments(case)
-    whole = problem.oracle(case, inputs, 1).value
-    alone = problem.oracle(case, [inputs[1], inputs[1]], 0).value
+    whole = oracle(case, inputs, 1).value
+    alone = oracle(case, [inputs[1], inputs[1]]).value
     assert float((whole - alone).norm() / whole.norm()) > 0.3
     late = slice(-8, None)
     assert float((whole - alone)[:, late].norm() / whole[:, late].norm()) > 0.05

@@ -9,7 +9,7 @@ import torch
 from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.families import sphere
-from problem_cases import arguments, costs, drawn, oracles
+from problem_cases import costs, drawing, drawn, oracles
 
 FP64 = torch.float64
 PROBLEM = problems.get(62)
@@ -83,10 +83,10 @@ def test_disks_hold_the_points_within_their_radius(nlat_out: int, nlat_in: int, 
 def test_the_number_of_taps_is_as_costed(preset: str, world: int) -> None:
     """Memory traffic is what remains of the cost: x, the output, weights and bias, and 28 bytes a tap."""
     for case in PROBLEM.cases(preset, world):
-        (azimuths, polars), inputs = sphere.grid_of(case), arguments(case)
+        azimuths, polars = sphere.grid_of(case)
         for polar in range(polars):
             rank = polar * azimuths
-            x, psi, weight, *_, bias = inputs[rank]
+            x, psi, weight, *_, bias = PROBLEM.inputs(case, rank, drawing(case, rank))
             rows = len(sphere.span(case["nlat_out"], polars, polar))
             output = case["batch"] * case["outputs"] * rows * len(sphere.span(case["nlon_out"], azimuths, 0))
             words = x.numel() + output + weight.numel() + (0 if bias is None else bias.numel())

@@ -13,7 +13,7 @@ from peerlane.problems.families.splat import project, project_covariances, rotat
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
-from problem_cases import arguments, costs, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 FP64 = torch.float64
 
@@ -124,7 +124,7 @@ def test_suppression_pair_by_pair(label: str) -> None:
     case, inputs = drawn(81, label)
     masks, times = torch.cat([args[0].float() for args in inputs]), inputs[0][3].tolist()
     want = literal_suppression(masks, times, inputs[0][4], inputs[0][5])
-    got_masks, _, got = rounded(oracles(case, inputs)[0])
+    got_masks, _, got = rounded(oracle(case, inputs))
     assert got.tolist() == want
     for mask, original, gone in zip(got_masks, masks, want, strict=True):
         assert bool((mask == -10).all()) if gone else torch.equal(mask.nan_to_num(), original.nan_to_num())
@@ -164,10 +164,9 @@ def test_kalman_step_entry_by_entry(label: str) -> None:
 
 
 def test_production_blocks_do_not_depend_on_the_world_size() -> None:
-    problem = problems.get(63)
     for preset, total in (("production_rlekf_water", 26651), ("production_dpa1_small", 13 * 5120)):
         for world_size in (2, 4, 8):
-            case = problem.cases(preset, world_size)[0]
+            case = problems.get(63).cases(preset, world_size)[0]
             assert sum(sum(block_sizes(case, rank)) for rank in range(world_size)) == total
 
 
@@ -222,8 +221,7 @@ def test_covariance_is_that_of_the_linearised_projection() -> None:
 
 def test_what_cameras_see_depends_on_no_drawing() -> None:
     """Rows by source, camera and rank are as many in every call, although all contents differ."""
-    problem = problems.get(61)
-    for case in problem.cases("small", 4)[:3]:
+    for case in problems.get(61).cases("small", 4)[:3]:
         first, second = (oracles(case, arguments(case, block, secret=secret)) for block, secret in ((0, "one"), (5, "other")))
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a[0].value, b[0].value), case.key

@@ -14,7 +14,7 @@ from peerlane.problems.families.graph import count_table, expected_distinct, lea
 from peerlane.problems.families.neighbours import mean_taken
 from peerlane.problems.p069_negative_score_ranking import sigmoid_range
 from peerlane.problems.p085_distributed_sample_sort import balanced
-from problem_cases import arguments, costs, drawing, drawn, members, oracles, small
+from problem_cases import arguments, costs, drawing, drawn, members, oracle, oracles, small
 
 # Problems 65 and 66
 
@@ -180,7 +180,7 @@ def test_tied_float32_scores_have_equal_sigmoids(label: str) -> None:
 
 def test_a_wrong_place_is_not_called_a_rank() -> None:
     case, inputs = drawn(69, "tied_bf16", 2)
-    expected = oracles(case, inputs)[0]
+    expected = oracle(case, inputs)
     (score,) = problems.get(69).compare(case, expected.value + 100, expected, "random")
     assert score.detail.startswith("8 of 8 positives have the wrong place; accepted here: place")
 

@@ -234,25 +234,22 @@ def test_production_routing_has_its_gap(experts: int, k: int, hidden: int) -> No
     assert float(sizes.max() / sizes.min()) > 200, "their channels do not"
 
 
-def chosen_counts(case: Case) -> torch.Tensor:
+def chosen_counts(number: int, label: str) -> torch.Tensor:
     """Rows per rank and expert, (W, E), by what the router really does."""
     counts = []
-    for args in arguments(case):
+    for args in drawn(number, label)[1]:
         hidden = args[0].reshape(-1, args[0].shape[-1])
         counts.append(chosen_gap(hidden, args[1], args[2], args[-2], FP64)[0].sum(0))
     return torch.stack(counts)
 
 
 def test_patterns_of_routing() -> None:
-    def counts(number: int, label: str) -> torch.Tensor:
-        return chosen_counts(problems.get(number).case("small", label, 4))
-
-    balanced = counts(49, "balanced_bf16")
+    balanced = chosen_counts(49, "balanced_bf16")
     assert balanced.tolist() == [[24.0] * 4, [0.0] * 4, [10.0] * 4, [16.0] * 4]
-    assert torch.equal(counts(49, "own_bf16"), torch.diag(torch.tensor([96.0, 0.0, 40.0, 64.0], dtype=FP64)))
-    assert (counts(49, "one_rank_bf16").sum(0) > 0).sum() == 1
-    assert (counts(49, "dead_expert_bf16").sum(0) == 0).sum() == 1
-    skewed = counts(31, "skewed_bf16").sum(0)
+    assert torch.equal(chosen_counts(49, "own_bf16"), torch.diag(torch.tensor([96.0, 0.0, 40.0, 64.0], dtype=FP64)))
+    assert (chosen_counts(49, "one_rank_bf16").sum(0) > 0).sum() == 1
+    assert (chosen_counts(49, "dead_expert_bf16").sum(0) == 0).sum() == 1
+    skewed = chosen_counts(31, "skewed_bf16").sum(0)
     assert (skewed == 0).sum() >= 1 and skewed.max() > 2 * skewed.mean()
 
 

@@ -13,7 +13,7 @@ from peerlane import problems
 from peerlane.problems.contract import Case, Expected, Tolerance, compare_exact, exactly, rounded, score
 from peerlane.problems.families import quant
 from peerlane.problems.families.interval import Interval, comparison
-from problem_cases import arguments, costs, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -61,7 +61,7 @@ def test_all_e4m3_numbers_are_known_and_rounded_to_themselves() -> None:
 @pytest.mark.parametrize("label", ["ragged_bf16", "three_axes_fp32", "hard_bf16", "hard_fp32"])
 def test_codes_are_the_nearest_to_the_exact_quotient(label: str) -> None:
     case, inputs = drawn(19, label, 2)
-    codes, scales = oracles(case, inputs)[0]
+    codes, scales = oracle(case, inputs)
     size = case.params.get("block", 128)
     blocks = torch.cat([args[0].to(FP64).reshape(-1, size) for args in inputs]).tolist()
     values, low, high = (part.to(FP32).reshape(-1, size).tolist() for part in (codes.value, codes.low, codes.high))
@@ -86,7 +86,7 @@ def test_codes_are_the_nearest_to_the_exact_quotient(label: str) -> None:
 
 def test_one_wrong_code_is_found_and_ties_may_go_either_way() -> None:
     case, inputs = drawn(19, "hard_fp32", 2)
-    expected = oracles(case, inputs)[0]
+    expected = oracle(case, inputs)
     codes, scales = rounded(expected)
     assert ratio(case, (codes, scales), expected) <= 1
     low, high = expected[0].low.view(torch.uint8), expected[0].high.view(torch.uint8)
@@ -101,7 +101,7 @@ def test_one_wrong_code_is_found_and_ties_may_go_either_way() -> None:
 
 
 def test_an_infinity_leaves_the_next_block_alone() -> None:
-    _, scales = oracles(*drawn(19, "hard_bf16", 2))[0]
+    _, scales = oracle(*drawn(19, "hard_bf16", 2))
     infinite = scales.value.flatten().isinf()
     assert infinite.any() and not infinite.roll(1)[infinite].any()
     assert scales.value.flatten()[infinite.roll(1)].isfinite().all()
@@ -141,7 +141,7 @@ def test_a_payload_has_all_codes_and_extreme_scales_overflow() -> None:
 def test_mean_of_nearest_integer_codes(label: str) -> None:
     """Exact rational arithmetic on float32 scales; Python's round is half-even."""
     case, inputs = drawn(44, label, 2)
-    expected = oracles(case, inputs)[1]
+    expected = oracle(case, inputs, 1)
     size, flats = case["block"], [args[0].to(FP64).flatten().tolist() for args in inputs]
     value, low, high = (part.flatten().tolist() for part in (expected.value, expected.low, expected.high))
     for place in range(0, len(value), 11):
@@ -160,7 +160,7 @@ def test_mean_of_nearest_integer_codes(label: str) -> None:
 
 def test_a_code_that_is_one_off_is_found_unless_it_is_a_tie() -> None:
     case, inputs = drawn(44, "ragged_fp32")
-    expected = oracles(case, inputs)[0]
+    expected = oracle(case, inputs)
     answer = rounded(expected)
     step = inputs[2][0][:64].abs().max() / 127 / 4
     for place in (3, 17, 40):
@@ -168,14 +168,14 @@ def test_a_code_that_is_one_off_is_found_unless_it_is_a_tie() -> None:
         wrong[place] += step
         assert ratio(case, wrong, expected) > 1000
     ties, inputs = drawn(44, "ties_bf16")
-    expected = oracles(ties, inputs)[0]
+    expected = oracle(ties, inputs)
     assert (expected.low < expected.high).float().mean() > 0.2
     for bound in (expected.low, expected.high):
         assert ratio(ties, bound.to(BF16), expected) <= 1
 
 
 def test_nan_and_infinity_take_their_whole_block_and_no_other() -> None:
-    value = oracles(*drawn(44, "special_bf16"))[2].value
+    value = oracle(*drawn(44, "special_bf16"), rank=2).value
     assert value[:64].isnan().all() and value[15 * 64 :].isnan().all() and value[64 : 15 * 64].isfinite().all()
 
 
@@ -211,7 +211,7 @@ def test_history_in_bfloat16_may_round_the_amax_down() -> None:
 @pytest.mark.parametrize("label", ["history_4_bf16", "bf16_history_fp32", "rank_scale_bf16", "outlier_bf16", "ties_bf16"])
 def test_gathered_parameters_are_nearest_codes_times_scale(label: str) -> None:
     case, inputs = drawn(53, label, 2)
-    full, _ = oracles(case, inputs)[0]
+    full, _ = oracle(case, inputs)
     length = inputs[0][0].numel()
     for rank, (flat, history) in enumerate(inputs):
         entries = [*history[1:].tolist(), flat.abs().max().to(history.dtype).item()]
@@ -259,7 +259,7 @@ def test_one_poisoned_element_poisons_its_rank_alone(label: str) -> None:
 
 
 def test_idle_rank_hits_the_floor_and_gives_zeros() -> None:
-    full, history = oracles(*drawn(53, "idle_bf16", 2))[0]
+    full, history = oracle(*drawn(53, "idle_bf16", 2))
     assert not full.value.view(2, -1)[0].any() and full.value.view(2, -1)[1].any() and not history.value.any()
 
 

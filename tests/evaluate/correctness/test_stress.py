@@ -290,7 +290,7 @@ BESIDE = [("trusted", [("keep_device_busy", seconds) for seconds in (0.0, 0.03, 
 
 
 @pytest.mark.parametrize(("rank", "happens"), [(1, BESIDE), (None, ASKED)])
-def test_one_trusted_rank_or_none_is_busy_while_the_candidate_is_asked(rank: int | None, happens: list[Any]) -> None:
+def test_a_trusted_rank_is_busy_while_the_candidate_is_asked(rank: int | None, happens: list[Any]) -> None:
     assert ask_beside_a_busy_gpu(rank) == (happens, None)
 
 
