@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "cpu": {"cores": 64},
     "software": {"torch": "2.11.0", "nccl": "2.28.9", "triton": None},
 }
+VIRTUAL = {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}
 
 
 def estimate(median: float, spread: float = 0.02) -> Estimate:

@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from e2e.runs import EXAMPLES, wait_for
-from peerlane.evaluate.evaluator import Silent
+from e2e.runs import EXAMPLES, Heard, wait_for
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
@@ -25,20 +24,6 @@ POOL_SETTINGS = PoolSettings(warm_groups=1, builds=0, judged_at_a_time=1, back_o
 ONE_PASS = StressRules(
     calls=3, budget_s=0.0, overtime_s=0.0, min_slots=3, max_slots=3
 )  # so that every evaluation has the same few messages
-
-
-class Notes(Silent):
-    """Remembers what is said."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.current = ""
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self.current = phase
 
 
 @dataclass(frozen=True)
@@ -59,12 +44,12 @@ class Switchboard:
     """Counts the requests of an evaluation, and calls ``fault`` with the group that is asked ``at``: just before that is sent to any of its
     ranks or, with ``sent``, when they all have it and no answer has been read.
 
-    ``groups`` holds the latest group of every role; ``notes`` must be told what happens.
+    ``groups`` holds the latest group of every role; ``heard`` must be told what happens.
     """
 
     leaders: dict[int, int] = field(default_factory=dict)
     groups: dict[str, RankGroup] = field(default_factory=dict)
-    notes: Notes = field(default_factory=Notes)
+    heard: Heard = field(default_factory=Heard)
     seen: list[Message] = field(default_factory=list)
     at: Message | None = None
     fault: "Fault | None" = None
@@ -79,7 +64,7 @@ class Switchboard:
     def sending(self, group: RankGroup, op: str) -> Iterator[None]:
         """Around the sending of a request."""
         ordinal = sum((item.role, item.op) == (group.role, op) for item in self.seen)
-        message = Message(group.role, op, ordinal, self.notes.current)
+        message = Message(group.role, op, ordinal, self.heard.phases[-1])
         self.seen.append(message)
         if message == self.at and not self.sent:
             self._strike(group)
@@ -119,16 +104,12 @@ def kill_leader(board: Switchboard, group: RankGroup) -> None:
 
 def close_channel(board: Switchboard, group: RankGroup) -> None:
     """The end of the last rank's stream, though its process lives."""
-    last_channel(group).socket.shutdown(socket.SHUT_RDWR)
+    group._ranks[-1].socket.shutdown(socket.SHUT_RDWR)
 
 
 def garble(board: Switchboard, group: RankGroup) -> None:
     """Bytes that are no message, before the last rank's answer."""
-    last_channel(group)._buffer += b"\xff" * 64
-
-
-def last_channel(group: RankGroup) -> Any:
-    return group._ranks[-1]
+    group._ranks[-1]._buffer += b"\xff" * 64
 
 
 def leads_session(pid: int) -> bool:

@@ -4,16 +4,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from kept_fork_servers import MARK
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.sandbox.isolation import Tier
+from peerlane.evaluate.evaluator import Silent
 from peerlane.settings import Deadlines, PoolSettings, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
+RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
+SLEEPS = "import time\n\n\ndef solution(tensor):\n    time.sleep(600)\n"
 DEADLINES = Deadlines(spawn=60.0, build=200.0, load=20.0, exit=4.0).with_calls(4.0)
 STRESS = StressRules(budget_s=0.2)  # what takes many calls to show has tests of its own
 PATIENT = DEADLINES.with_calls(30.0)
@@ -36,28 +39,34 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judge(
-    *candidates: Path | str,
-    world_size: int = 2,
-    out: Path | None = None,
-    problems: str | None = None,
-    isolation: Tier | None = None,
-    stress: StressRules = STRESS,
-    deadlines: Deadlines = DEADLINES,
-) -> list[Result]:
-    """The results of these candidates on the ``small`` cases, in order."""
-    plan = EvaluationPlan(
-        candidates=discover([str(candidate) for candidate in candidates]),
-        problems=problems,
-        presets=("small",),
-        world_sizes=(world_size,),
-        device="cpu",
-        out=out,
-        isolation=isolation,
-        deadlines=deadlines,
-        stress=stress,
-        pool_settings=PoolSettings(judged_at_a_time=1),  # in order, and each without another beside it
-    )
+class Heard(Silent):
+    """Remembers what is told."""
+
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.notes: list[str] = []
+        self.phases = [""]
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        self.phases.append(phase)
+
+    def finished(self, result: Result) -> None:
+        self.results.append(result)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def plan_of(*candidates: Path | str, **changes: Any) -> EvaluationPlan:
+    """A plan to judge these candidates on the ``small`` cases of two ranks, or as the changes say."""
+    one_by_one = PoolSettings(judged_at_a_time=1)  # in order, and each without another beside it
+    usual = {"presets": ("small",), "world_sizes": (2,), "deadlines": DEADLINES, "stress": STRESS, "pool_settings": one_by_one}
+    return EvaluationPlan(discover([str(candidate) for candidate in candidates]), **{**usual, **changes})
+
+
+def judge(*candidates: Path | str, **changes: Any) -> list[Result]:
+    """The results of these candidates, in order."""
+    plan = plan_of(*candidates, **changes)
     with within(120.0 + 30.0 * len(plan.candidates)):  # many at once on a busy machine
         return evaluate(plan)
 
@@ -80,6 +89,17 @@ def marked_processes(mark: str) -> list[int]:
                     found.append(int(entry.name))
             except OSError:
                 continue
+    return found
+
+
+def processes_named(sign: str) -> list[str]:
+    """The names of processes that begin so, but for those that are dead."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            name = (entry / "comm").read_text().strip()
+            if name.startswith(sign) and ") Z" not in (entry / "stat").read_text():
+                found.append(name)
     return found
 
 

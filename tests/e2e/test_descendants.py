@@ -4,13 +4,12 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, judge, marked, marked_processes
+from e2e.runs import GOOD, judge, marked, marked_processes, processes_named
 from peerlane.evaluate import node
 from peerlane.sandbox import confine, isolation, process_tree
 
@@ -72,16 +71,6 @@ def solution(tensor):
 """
 
 
-def alive(sign: str) -> list[str]:
-    """The processes that call themselves so, but for those that are dead."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "comm").read_text().strip() == sign and ") Z" not in (entry / "stat").read_text():
-                found.append(entry.name)
-    return found
-
-
 @pytest.mark.parametrize("without", [confine.OWN_UID, confine.LANDLOCK_SIGNALS])
 def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
     """Where signals are kept to a group, or where it has a user of its own."""
@@ -90,27 +79,27 @@ def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, mon
     weaker = replace(found, confinement=confine.Confinement(measures), builders=measures)
     if {confine.OWN_UID, confine.LANDLOCK_SIGNALS} & set(measures):
         monkeypatch.setattr(node, "choose", lambda *_: weaker)
-    sign = f"comet{os.getpid()}"
+    sign = f"comet{os.getpid()}."
     path = tmp_path / "1_comet_pytorch.py"
     program = tmp_path / "comet"
     subprocess.run(["cc", "-O2", "-static", "-xc", "-", "-o", program], input=COMET.encode(), check=True)
     path.write_text(LEAVES_A_COMET.format(program=str(program), sign=sign))
     assert judge(path)[0].correct
     if found.tier != "L0":
-        assert [seen for _ in range(20) if (seen := alive(sign))] == [], "one look is not enough"
+        assert [seen for _ in range(20) if (seen := processes_named(sign))] == [], "one look is not enough"
 
 
 @pytest.mark.parametrize("tier", [None, "L0"])
 def test_the_leader_is_out_of_reach(tier: isolation.Tier | None, tmp_path: Path) -> None:
     """Where it is not, its death takes the ranks along; the daemon that loses its adoptive parent does not get away either."""
-    sign = f"left{os.getpid()}"
+    sign = f"left{os.getpid()}."
     path = tmp_path / "1_kills_leader_pytorch.py"
     path.write_text(LEADER_KILLER.format(sign=sign))
     with marked(tmp_path.as_posix()):
         killed, good = judge(path, GOOD, isolation=tier)
     assert killed.verdict.kind == ("integrity_failure" if killed.isolation == "L0" else "runtime_error")
     assert good.correct
-    assert alive(sign) == [] == marked_processes(tmp_path.as_posix())
+    assert processes_named(sign) == [] == marked_processes(tmp_path.as_posix())
 
 
 class Kills:

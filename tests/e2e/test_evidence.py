@@ -83,7 +83,7 @@ def test_inputs_are_never_the_same_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_evidence_of_a_correct_result(world_size: int) -> None:
-    (result,) = judge(GOOD, world_size=world_size)
+    (result,) = judge(GOOD, world_sizes=(world_size,))
     assert result.correct, result.verdict
     assert [item.case for item in result.correctness] == [case.key for case in problems.get(1).cases("small", world_size)]
     for number, item in enumerate(result.correctness):

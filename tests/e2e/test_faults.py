@@ -22,8 +22,8 @@ from e2e.faults import (
     kill_rank,
     switchboard,
 )
-from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
+from e2e.runs import plan_of, wait_for, within
+from peerlane.evaluate import Result, evaluator
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import ForkServer
@@ -37,24 +37,16 @@ class Conversation:
     """One session in which evaluations follow each other, each with its own fault."""
 
     def __init__(self, board: Switchboard, out: Path, candidates: list[Path]) -> None:
-        self.board, self.store, self.notes, self.struck_in = board, ResultsStore(out), board.notes, ""
-        plan = EvaluationPlan(
-            discover([str(path) for path in candidates]),
-            presets=("small",),
-            world_sizes=(2,),
-            deadlines=DEADLINES,
-            pool_settings=POOL_SETTINGS,
-            stress=ONE_PASS,
-            isolation="L0",
-        )
-        self.evaluator = Evaluator(plan=plan, progress=self.notes)
+        self.board, self.store, self.heard, self.struck_in = board, ResultsStore(out), board.heard, ""
+        plan = plan_of(*candidates, pool_settings=POOL_SETTINGS, stress=ONE_PASS, isolation="L0")
+        self.evaluator = Evaluator(plan=plan, progress=self.heard)
         self.judged = self.evaluator.scheduler.judge(evaluator.make_jobs(plan))
 
     def evaluate(self, at: Message | None = None, fault: "Fault | None" = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
 
         def strike(board: Switchboard, group: RankGroup) -> None:
-            self.struck_in = self.notes.current
+            self.struck_in = self.heard.phases[-1]
             assert fault is not None
             fault(board, group)
 
@@ -109,7 +101,7 @@ def test_trusted_ranks_that_do_not_start_are_started_again(op: str, board: Switc
         assert conversation.evaluate(Message("trusted", op, 0), kill_rank).correct
         assert conversation.evaluate(Message("candidate", "initialize", 0), kill_rank).correct
         assert conversation.evaluate().correct
-    assert any("did not start" in text for text in conversation.notes.texts), conversation.notes.texts
+    assert any("did not start" in text for text in conversation.heard.notes), conversation.heard.notes
 
 
 def test_builders(board: Switchboard, tmp_path: Path) -> None:

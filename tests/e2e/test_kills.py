@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from e2e.faults import GOOD, ONE_PASS, POOL_SETTINGS, Fault, Message, Switchboard, kill_rank
-from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
+from e2e.runs import plan_of, wait_for, within
+from peerlane.evaluate import Result, evaluate
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.results.store import ResultsStore
 from peerlane.sandbox.process_tree import descendants
@@ -89,22 +89,13 @@ class Dying:
 
     def evaluate(self, out: Path, kill: Kill | None = None) -> Result:
         """In a session of its own; the result is in the folder ``out``."""
-        plan = EvaluationPlan(
-            discover([str(self.candidate)]),
-            presets=("small",),
-            world_sizes=(2,),
-            out=out,
-            isolation="L0",
-            deadlines=DEADLINES,
-            pool_settings=POOL_SETTINGS,
-            stress=ONE_PASS,
-        )
+        plan = plan_of(self.candidate, out=out, isolation="L0", pool_settings=POOL_SETTINGS, stress=ONE_PASS)
         if kill is None:
             self.board.arm(None, None)
         else:
             self.board.arm(self.requests[kill.number], self.fault(kill.victim), sent=kill.behind)
         with within(60):
-            (result,) = evaluate(plan, self.board.notes)
+            (result,) = evaluate(plan, self.board.heard)
         return result
 
     @staticmethod

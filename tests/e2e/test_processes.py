@@ -1,6 +1,5 @@
 """No process outlives a run, however the run ends; a run that was cut short is taken up where it stopped."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, MARK, marked, marked_processes, wait_for
+from e2e.runs import GOOD, MARK, marked, marked_processes, plan_of, processes_named, wait_for
 from peerlane.results.store import ResultsStore
 
 DAEMON_THEN_LOOP = '''
@@ -54,15 +53,6 @@ class Run:
         return marked_processes(self.mark) == []
 
 
-def names() -> list[str]:
-    """What all processes call themselves."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            found.append(entry.read_text().strip())
-    return found
-
-
 def start(out: Path, mark: str, *files: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "peerlane", "eval", *map(str, files), "--preset", "small", "--world-size", "2", "--device", "cpu"]
     environment = {**os.environ, MARK: mark}
@@ -78,7 +68,7 @@ def interrupted(tmp_path: Path) -> Iterator[Run]:
     process = start(tmp_path / "out", mark, GOOD, stuck)
     try:
         signs = [f"{sign}-{which}" for which in ("daemon", "daemon", "rank", "rank")]
-        wait_for(lambda: sorted(name for name in names() if name.startswith(sign)) == signs, 60, "the candidate's start")
+        wait_for(lambda: sorted(processes_named(f"{sign}-")) == signs, 60, "the candidate's start")
         wait_for(lambda: ResultsStore(tmp_path / "out").results() != [], 60, "the other's result")  # they run side by side
         assert len(marked_processes(mark)) > 6  # supervisor, fork server, leaders, ranks, daemons
         yield Run(process, mark, tmp_path / "out", [GOOD, stuck])
@@ -114,7 +104,7 @@ def test_killed_supervisor_leaves_nothing_and_the_run_resumes(interrupted: Run) 
 
 def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
     """KeyboardInterrupt in the calling thread ends everything before it leaves evaluate()."""
-    from peerlane.evaluate import EvaluationPlan, discover, evaluate
+    from peerlane.evaluate import evaluate
     from peerlane.evaluate.evaluator import Silent
 
     class Impatient(Silent):
@@ -122,8 +112,7 @@ def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
             if phase == "correctness":
                 raise KeyboardInterrupt
 
-    plan = EvaluationPlan(discover([str(GOOD)]), presets=("small",), world_sizes=(2,), out=tmp_path)
     with marked(tmp_path.as_posix()), pytest.raises(KeyboardInterrupt):
-        evaluate(plan, Impatient())
+        evaluate(plan_of(GOOD, out=tmp_path), Impatient())
     assert marked_processes(tmp_path.as_posix()) == []
     assert ResultsStore(tmp_path).results() == []

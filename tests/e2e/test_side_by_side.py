@@ -1,59 +1,41 @@
 """Runs side by side: each has GPUs and cores of its own, and none is left when any of them ends."""
 
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from e2e.runs import DEADLINES, GOOD, MARK, STRESS, marked_processes, wait_for, within
+from e2e.runs import DEADLINES, GOOD, MARK, SLEEPS, Heard, marked_processes, plan_of, wait_for, within
 from peerlane.errors import HarnessError
-from peerlane.evaluate import EvaluationPlan, Result, discover
 from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.selftest import run
 from peerlane.evaluate.selftest.outcome import read_outcomes
 from peerlane.evaluate.selftest.run import SelftestPlan, selftest
 from peerlane.evaluate.selftest.side_by_side import RunResources, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.table import load
-from peerlane.settings import PoolSettings
 
-CORES = tuple(os.sched_getaffinity(0))
-HERE = RunResources((), CORES)
-
-
-def plan(*candidates: Path, preset: str = "small") -> EvaluationPlan:
-    found = discover([str(candidate) for candidate in candidates])
-    pool = PoolSettings(judged_at_a_time=1)
-    return EvaluationPlan(
-        found, presets=(preset,), world_sizes=(2,), isolation="L0", deadlines=DEADLINES, stress=STRESS, pool_settings=pool
-    )
-
-
-class Heard(Silent):
-    def __init__(self) -> None:
-        self.results: list[Result] = []
-        self.notes: list[str] = []
-        self.phases: list[str] = []
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self.phases.append(phase)
-
-    def finished(self, result: Result) -> None:
-        self.results.append(result)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+HERE = RunResources((), tuple(os.sched_getaffinity(0)))
+plan = partial(plan_of, isolation="L0")
+slow_plan = partial(plan, deadlines=DEADLINES.with_calls(60.0))
 
 
 @pytest.fixture
 def lazy(tmp_path: Path) -> Path:
     path = tmp_path / "1_lazy_pytorch.py"
     path.write_text("def solution(tensor):\n    return tensor.clone()\n")
+    return path
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    path = tmp_path / "1_endless_pytorch.py"
+    path.write_text(SLEEPS)
     return path
 
 
@@ -84,32 +66,24 @@ def test_runs_side_by_side_tell_what_happens_and_leave_nothing(lazy: Path, monke
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_ends_the_others_and_says_why(lazy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_ends_the_others_and_says_why(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "failing")
-    endless = lazy.with_name("1_endless_pytorch.py")
-    endless.write_text("import time\n\ndef solution(tensor):\n    time.sleep(600)\n")
-    slow = dataclasses.replace(plan(endless), deadlines=DEADLINES.with_calls(60.0))
     with within(60.0), pytest.raises(HarnessError, match=r"beside others ended with status 1: .*nowhere"):
-        evaluate_side_by_side([(HERE, slow, Silent()), (HERE, plan(GOOD, preset="nowhere"), Silent())])
+        evaluate_side_by_side([(HERE, slow_plan(endless), Silent()), (HERE, plan(GOOD, presets=("nowhere",)), Silent())])
     wait_for(lambda: not marked_processes("failing"), 10, "the end of all processes")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
-def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals, tmp_path: Path) -> None:
-    endless = tmp_path / "1_endless_pytorch.py"
-    endless.write_text("import time\n\ndef solution(tensor):\n    time.sleep(600)\n")
+def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals, endless: Path) -> None:
     script = f"""
-        import dataclasses
-        from pathlib import Path
-        from e2e.test_side_by_side import HERE, Heard, evaluate_side_by_side, plan
-        from e2e.runs import DEADLINES
+        from e2e.test_side_by_side import HERE, Silent, evaluate_side_by_side, slow_plan
 
-        class Shown(Heard):
+        class Shown(Silent):
             def phase(self, *where):
                 print(where[-1], flush=True)
 
-        slow = dataclasses.replace(plan(Path({str(endless)!r})), deadlines=DEADLINES.with_calls(60.0))
+        slow = slow_plan({str(endless)!r})
         evaluate_side_by_side([(HERE, slow, Shown()), (HERE, slow, Shown())])
     """
     environment = {**os.environ, MARK: f"stopped-{how.name}", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import PATIENT, STRESS, within
+from e2e.runs import PATIENT, judge
 from peerlane.errors import UsageError
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
+from peerlane.evaluate import Result
 
 # An all-reduce through memory-mapped files, with two buffers for each rank. Its name is chosen by {NAME}.
 OWN = """
@@ -150,12 +150,8 @@ def custom(tmp_path_factory: pytest.TempPathFactory, prefix: str) -> dict[str, R
     for name, (naming, solution) in CANDIDATES.items():
         path = folder / f"1_{name}_pytorch.py"
         path.write_text(OWN.replace("{NAME}", naming.replace("{prefix}", f"{prefix}-{name}")) + solution)
-        paths.append(str(path))
-    plan = EvaluationPlan(
-        discover(paths), presets=("small",), world_sizes=(2,), device="cpu", deadlines=PATIENT, stress=STRESS, track="custom"
-    )
-    with within(120.0):
-        return dict(zip(CANDIDATES, evaluate(plan), strict=True))
+        paths.append(path)
+    return dict(zip(CANDIDATES, judge(*paths, deadlines=PATIENT, track="custom"), strict=True))
 
 
 @pytest.mark.parametrize("name", CUSTOM)
@@ -192,4 +188,4 @@ def test_outputs_of_audited_calls_are_judged(custom: dict[str, Result]) -> None:
 
 def test_the_reference_has_no_place_in_the_custom_track() -> None:
     with pytest.raises(UsageError, match="open track"):
-        evaluate(EvaluationPlan(discover(["reference"]), problems="1", track="custom"))
+        judge("reference", problems="1", track="custom")

@@ -1,12 +1,10 @@
 """A candidate with the public benchmark's semantics is right in the ``pkb`` variant and wrong in the default one; results say which."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from e2e.runs import DEADLINES, within
-from peerlane.evaluate import EvaluationPlan, discover, evaluate
+from e2e.runs import judge, plan_of
 from peerlane.evaluate.plan import make_jobs
 
 ATTENDS_OVER_HEADS = """
@@ -28,15 +26,10 @@ def solution(hidden_states, w_qkv, w_o, group=None, num_heads=8, causal=False):
 def test_public_semantics(variant: str, verdict: str, tmp_path: Path) -> None:
     candidate = tmp_path / "39_attention_pytorch.py"
     candidate.write_text(ATTENDS_OVER_HEADS, encoding="utf-8")
-    plan = EvaluationPlan(
-        discover([str(candidate)]), presets=("small",), world_sizes=(2,), device="cpu", variant=variant, deadlines=DEADLINES
-    )
-    with within(120):
-        (result,) = evaluate(plan)
+    (result,) = judge(candidate, variant=variant)
     assert (result.verdict.kind, result.problem.variant) == (verdict, variant), result.verdict
 
 
-def test_problems_without_the_variant_keep_their_own(tmp_path: Path) -> None:
-    plan = EvaluationPlan(discover(["reference"]), problems="1,39", variant="pkb")
-    assert [job.variant for job in make_jobs(plan)] == ["default", "pkb"]
-    assert [job.variant for job in make_jobs(dataclasses.replace(plan, variant="default"))] == ["default", "default"]
+def test_problems_without_the_variant_keep_their_own() -> None:
+    for variant in ("pkb", "default"):
+        assert [job.variant for job in make_jobs(plan_of("reference", problems="1,39", variant=variant))] == ["default", variant]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import peerlane as pl
-from e2e.runs import DEADLINES, GOOD, STRESS, marked, marked_processes, wait_for
+from e2e.runs import DEADLINES, GOOD, RIGHT, SLEEPS, STRESS, marked, marked_processes, wait_for
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.processes.session import Session, Strain
@@ -26,8 +26,6 @@ from peerlane.results.verdict import BuildError, Hang, HarnessFailure, NotRun, R
 from peerlane.settings import Deadlines
 from sample_results import measured, result, wrong_result
 
-RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
-SLEEPS = "import time\n\n\ndef solution(tensor):\n    time.sleep(600)\n"
 DAWDLES = RIGHT.replace("    out", "    [time.sleep(0.01) for _ in range(40)]\n    out", 1).replace("import", "import time\nimport", 1)
 SOURCES = {
     RIGHT: "correct",
@@ -57,12 +55,13 @@ ENDS = {
 }
 """How a rank ends while another one waits, and what is said of it. The second is where a driver keeps a dead process: part of it stays."""
 MARKED = f"api-{os.getpid()}"
+QUICK: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS}
 
 
 @pytest.fixture(scope="module")
 def evaluator() -> Iterator[pl.Evaluator]:
     """One of two CPU ranks for all tests; nothing of it may be left."""
-    with marked(MARKED), pl.Evaluator(2, "cpu", presets=("small",), deadlines=DEADLINES, stress=STRESS) as evaluator:
+    with marked(MARKED), pl.Evaluator(2, "cpu", **QUICK) as evaluator:
         yield evaluator
     assert marked_processes(MARKED) == []
 
@@ -171,8 +170,7 @@ def test_leaving_ends_what_still_runs() -> None:
 
 def test_a_repeated_candidate_gets_its_stored_result(tmp_path: Path) -> None:
     """Under the name that was asked for: samples with the same source keep a result each."""
-    options: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS, "out": str(tmp_path), "modes": ()}
-    with pl.Evaluator(2, "cpu", **options) as evaluator:
+    with pl.Evaluator(2, "cpu", **QUICK, out=str(tmp_path), modes=()) as evaluator:
         first = evaluator.evaluate(1, RIGHT, name="one")
         begin = time.monotonic()
         twin, again = evaluator.evaluate(1, RIGHT, name="two"), evaluator.evaluate(1, RIGHT, name="one")
@@ -181,17 +179,15 @@ def test_a_repeated_candidate_gets_its_stored_result(tmp_path: Path) -> None:
         assert evaluator.evaluate(1, RIGHT, name="one", rerun=True).run_id == first.run_id
     stored = ResultsStore(tmp_path).results()
     assert [item.candidate.name for item in stored] == ["one", "two", "one"] and stored[2].finished_at > first.finished_at
-    plan = pl.EvaluationPlan(
-        [candidate_text(RIGHT, 1, name) for name in ("three", "one")], world_sizes=(2,), **{**options, "out": tmp_path}
-    )
+    candidates = [candidate_text(RIGHT, 1, name) for name in ("three", "one")]
+    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), **QUICK, out=tmp_path, modes=())
     assert [item.candidate.name for item in pl.evaluate.evaluate(plan)] == ["three", "one"]
 
 
 def test_two_runs_with_one_folder_judge_everything_once(tmp_path: Path) -> None:
     """Each gets all results, its own and the other's."""
     candidates = [candidate_text(f"{RIGHT}# {number}", 1, f"c{number}") for number in range(3)]
-    settings: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS, "modes": ()}
-    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), out=tmp_path, **settings)
+    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), **QUICK, out=tmp_path, modes=())
     with ThreadPoolExecutor(2) as threads:
         one, two = (future.result(120) for future in [threads.submit(pl.evaluate.evaluate, plan) for _ in range(2)])
     assert [item.candidate.name for item in one] == ["c0", "c1", "c2"] and one == two
@@ -304,8 +300,8 @@ def test_overlapping_evaluators_leave_the_caller_as_it_was(monkeypatch: pytest.M
 
 def test_a_deadline_missed_on_an_overloaded_machine_is_no_final_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation is repeated once, with more time; what hangs again is marked, and judged again when it is asked for again."""
-    options: Any = {"presets": ("small",), "deadlines": Deadlines().with_calls(0.3), "stress": STRESS, "out": tmp_path, "modes": ()}
-    with pl.Evaluator(2, "cpu", **options) as evaluator:
+    quicker = {**QUICK, "deadlines": Deadlines().with_calls(0.3)}
+    with pl.Evaluator(2, "cpu", **quicker, out=tmp_path, modes=()) as evaluator:
         strained(monkeypatch, 1.0, 0.0)
         final = evaluator.evaluate(1, SLEEPS)
         assert isinstance(final.verdict, Hang) and final.verdict.deadline_s >= 0.6 and "overloaded" not in final.flags

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Peerlane
+from e2e.runs import RIGHT as GOOD
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.runs import run_to_judge
 from peerlane.common import files
@@ -24,15 +25,6 @@ from peerlane.evaluate import candidates, discover
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.sandbox.untrusted_folders import remove_tree
 
-GOOD = """\
-import torch.distributed as dist
-
-
-def solution(tensor):
-    out = tensor.clone()
-    dist.all_reduce(out)
-    return out
-"""
 DISCOVER = """
 import json, sys
 from peerlane.evaluate import discover
@@ -42,6 +34,15 @@ print(json.dumps([names, notes]))
 """
 SECONDS, BYTES = 20, 2 << 30
 PROTECTED = "a secret of the keeper"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a stranger, with a good candidate."""
+    made = tmp_path / "in"
+    made.mkdir()
+    (made / "1_good_pytorch.py").write_text(GOOD)
+    return made
 
 
 def discovered(*paths: Path) -> tuple[list[str], list[str]]:
@@ -59,30 +60,6 @@ def discovered(*paths: Path) -> tuple[list[str], list[str]]:
     return names, notes
 
 
-def pipe(at: Path, secret: Path) -> None:
-    os.mkfifo(at)
-
-
-def endless_device(at: Path, secret: Path) -> None:
-    at.symlink_to("/dev/zero")
-
-
-def link_outside(at: Path, secret: Path) -> None:
-    at.symlink_to(secret)
-
-
-def relative_link_outside(at: Path, secret: Path) -> None:
-    at.symlink_to(os.path.relpath(secret, at.parent))
-
-
-def link_to_itself(at: Path, secret: Path) -> None:
-    at.symlink_to(at.name)
-
-
-def link_to_nothing(at: Path, secret: Path) -> None:
-    at.symlink_to("gone.py")
-
-
 def socket_file(at: Path, secret: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(at))
@@ -93,93 +70,81 @@ def sparse_file(at: Path, secret: Path) -> None:
         file.truncate(1 << 40)
 
 
-Hostile = Callable[[Path, Path], None]
+HOSTILE: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+    "pipe": (lambda at, secret: os.mkfifo(at), "is a pipe"),
+    "endless_device": (lambda at, secret: at.symlink_to("/dev/zero"), "is a link"),
+    "link_outside": (lambda at, secret: at.symlink_to(secret), "is a link"),
+    "relative_link_outside": (lambda at, secret: at.symlink_to(os.path.relpath(secret, at.parent)), "is a link"),
+    "link_to_itself": (lambda at, secret: at.symlink_to(at.name), "is a link"),
+    "link_to_nothing": (lambda at, secret: at.symlink_to("gone.py"), "is a link"),
+    "socket": (socket_file, "is a socket"),
+    "sparse_file": (sparse_file, "expected at most 2097152"),
+}
+"""What makes a file, given its path and that of a secret, and why it is refused."""
 
 
-@pytest.mark.parametrize(
-    ("hostile", "reason"),
-    [
-        (pipe, "is a pipe"),
-        (endless_device, "is a link"),
-        (link_outside, "is a link"),
-        (relative_link_outside, "is a link"),
-        (link_to_itself, "is a link"),
-        (link_to_nothing, "is a link"),
-        (socket_file, "is a socket"),
-        (sparse_file, "expected at most 2097152"),
-    ],
-)
+@pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("named", [False, True])
-def test_a_hostile_file_is_refused_by_name(hostile: Hostile, reason: str, named: bool, tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused_by_name(name: str, named: bool, folder: Path, tmp_path: Path) -> None:
     """Found in a folder, or named itself, as by a pattern of the shell."""
-    folder = tmp_path / "in"
-    folder.mkdir()
+    make, reason = HOSTILE[name]
     secret = tmp_path / "secret.py"
     secret.write_text(f"{GOOD}# {PROTECTED}\n")
-    (folder / "1_good_pytorch.py").write_text(GOOD)
-    hostile(folder / "1_bad_pytorch.py", secret)
+    make(folder / "1_bad_pytorch.py", secret)
     names, notes = discovered(*(sorted(folder.iterdir()) if named else [folder]))
     assert names == ["1_good_pytorch"]
     assert [("1_bad_pytorch.py" in note, reason in note) for note in notes] == [(True, True)], notes
 
 
-def test_a_device_node_is_refused_unread(tmp_path: Path) -> None:
-    (tmp_path / "1_good_pytorch.py").write_text(GOOD)
-    names, notes = discovered(tmp_path / "1_good_pytorch.py", Path("/dev/zero"))
+def test_a_device_node_is_refused_unread(folder: Path) -> None:
+    names, notes = discovered(folder / "1_good_pytorch.py", Path("/dev/zero"))
     assert names == ["1_good_pytorch"] and "/dev/zero is a device" in notes[0]
 
 
-def test_a_linked_folder_is_not_entered(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
+def test_a_linked_folder_is_not_entered(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "1_secret_pytorch.py").write_text(GOOD)
-    (tmp_path / "in" / "1_good_pytorch.py").write_text(GOOD)
-    (tmp_path / "in" / "sub").symlink_to(tmp_path / "out")
-    names, notes = discovered(tmp_path / "in")
+    (folder / "sub").symlink_to(tmp_path / "out")
+    names, notes = discovered(folder)
     assert names == ["1_good_pytorch"] and len(notes) == 1 and "sub is a link" in notes[0]
 
 
-def test_a_folder_that_you_name_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "1_good_pytorch.py").write_text(GOOD)
-    (tmp_path / "latest").symlink_to("in")
+def test_a_folder_that_you_name_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(folder.name)
     assert discovered(tmp_path / "latest") == (["1_good_pytorch"], [])
 
 
-def test_a_folder_that_becomes_a_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_becomes_a_link_is_not_followed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapped after the search, before the file is opened."""
-    inside, outside = tmp_path / "in" / "sub", tmp_path / "out"
-    for folder in (inside, outside):
-        folder.mkdir(parents=True)
-        (folder / "1_x_pytorch.py").write_text(f"{GOOD}# {folder.name}\n")
-    (tmp_path / "in" / "1_good_pytorch.py").write_text(GOOD)
+    inside, outside = folder / "sub", tmp_path / "out"
+    for place in (inside, outside):
+        place.mkdir()
+        (place / "1_x_pytorch.py").write_text(f"{GOOD}# {place.name}\n")
 
-    def search_and_swap(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[Path], list[str]]:
-        found = files.find_files(folder, wanted)
+    def search_and_swap(searched: Path, wanted: Callable[[str], bool]) -> tuple[list[Path], list[str]]:
+        found = files.find_files(searched, wanted)
         inside.rename(tmp_path / "gone")
         inside.symlink_to(outside)
         return found
 
     monkeypatch.setattr(candidates, "find_files", search_and_swap)
     notes: list[str] = []
-    assert [item.name for item in discover([str(tmp_path / "in")], notes.append)] == ["1_good_pytorch"]
+    assert [item.name for item in discover([str(folder)], notes.append)] == ["1_good_pytorch"]
     assert len(notes) == 1 and "sub is a link" in notes[0]
 
 
-@pytest.mark.parametrize("hostile", [pipe, link_outside, endless_device])
-def test_a_file_that_is_swapped_between_check_and_open_is_refused(
-    hostile: Hostile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["pipe", "link_outside", "endless_device"])
+def test_a_file_that_is_swapped_between_check_and_open_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, secret = tmp_path / "1_x_pytorch.py", tmp_path / "secret.py"
     path.write_text(GOOD)
     secret.write_text(PROTECTED)
     real = os.open
 
-    def swap_and_open(name: Path, flags: int, *rest: int, **options: int | None) -> int:
+    def swap_and_open(opened: Path, flags: int, *rest: int, **options: int | None) -> int:
         path.unlink(missing_ok=True)
-        hostile(path, secret)
+        HOSTILE[name][0](path, secret)
         monkeypatch.setattr(os, "open", real)
-        return real(name, flags, *rest, **options)  # type: ignore[arg-type]
+        return real(opened, flags, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "open", swap_and_open)
     with pytest.raises(CandidateNotFound, match=r"is a pipe|cannot read .* symbolic links"):
@@ -220,37 +185,35 @@ def test_a_leased_file_is_not_waited_for(tmp_path: Path) -> None:
         signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def test_deep_and_crowded_folders_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_and_crowded_folders_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deeper than a path may be long, and more than are looked at."""
-    (tmp_path / "1_good_pytorch.py").write_text(GOOD)
-    folder = os.open(tmp_path, os.O_RDONLY)
+    deepest = os.open(folder, os.O_RDONLY)
     for _ in range(3000):
-        os.mkdir("d", dir_fd=folder)
-        inner = os.open("d", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = inner
-    os.close(folder)
+        os.mkdir("d", dir_fd=deepest)
+        inner = os.open("d", os.O_RDONLY, dir_fd=deepest)
+        os.close(deepest)
+        deepest = inner
+    os.close(deepest)
     try:
-        names, notes = discovered(tmp_path)
+        names, notes = discovered(folder)
         assert names == ["1_good_pytorch"] and len(notes) == 1 and "more than 32 folders deep" in notes[0]
     finally:
-        remove_tree(tmp_path / "d")
+        remove_tree(folder / "d")
     monkeypatch.setattr(files, "MOST_ENTRIES", 100)
     for number in range(300):
-        (tmp_path / f"1_{number}_pytorch.py").write_text(GOOD)
-    found, refused = files.find_files(tmp_path, lambda name: name.endswith(".py"))
+        (folder / f"1_{number}_pytorch.py").write_text(GOOD)
+    found, refused = files.find_files(folder, lambda name: name.endswith(".py"))
     assert len(found) == 100 and "holds more than 100 files" in refused[0]
 
 
 @pytest.mark.parametrize("name", ["1_a\nb_pytorch.py", "1_\x1b[2J_pytorch.py", "1_\u202e_pytorch.py"])
-def test_a_refused_name_cannot_write_to_the_terminal(name: str, tmp_path: Path) -> None:
+def test_a_refused_name_cannot_write_to_the_terminal(name: str, folder: Path) -> None:
     """Of a link, a folder and a file alike."""
-    (tmp_path / "1_good_pytorch.py").write_text(GOOD)
-    (tmp_path / name).symlink_to("/etc/passwd")
-    (tmp_path / f"folder{name}").symlink_to("/etc")
-    (tmp_path / f"{name}x").mkdir()
-    (tmp_path / f"{name}x" / "1_x_pytorch.py").write_text(GOOD)
-    names, notes = discovered(tmp_path)
+    (folder / name).symlink_to("/etc/passwd")
+    (folder / f"folder{name}").symlink_to("/etc")
+    (folder / f"{name}x").mkdir()
+    (folder / f"{name}x" / "1_x_pytorch.py").write_text(GOOD)
+    names, notes = discovered(folder)
     assert names == ["1_good_pytorch"] and len(notes) == 3 and all(note.isprintable() for note in notes), notes
 
 
@@ -292,10 +255,7 @@ def test_a_run_of_a_stranger_is_judged_without_its_hostile_files(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_rest_is_judged_and_the_exit_code_tells(tmp_path: Path, peerlane: Peerlane) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "1_good_pytorch.py").write_text(GOOD)
+def test_the_rest_is_judged_and_the_exit_code_tells(folder: Path, tmp_path: Path, peerlane: Peerlane) -> None:
     judge = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager", "--out", tmp_path / "out"]
     peerlane("eval", folder, *judge)
     (folder / "1_bad_pytorch.py").symlink_to("/etc/shadow")

@@ -1,5 +1,6 @@
 """Evaluations on a virtual node: who is placed where, what results say, and that no candidate pays for another one's fault."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate import EvaluationPlan, Evaluator
+from peerlane.evaluate import EvaluationPlan, Evaluator, Result
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.correctness.ranks import Trusted
 from peerlane.evaluate.job_runner import JobRunner
@@ -16,18 +17,18 @@ from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.progress import Silent
 from peerlane.evaluate.worker_slots import WorkerSlot
 from peerlane.hardware import virtual_node
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.problems import get
-from peerlane.results.verdict import HarnessFailure, NotRun
+from peerlane.results.verdict import HarnessFailure, NotRun, Verdict
 from peerlane.settings import Deadlines
 
 GPU = {"index": 0, "name": "NVIDIA H100", "memory_bytes": 80e9}
 ENVIRONMENT = {"gpus": [GPU], "interconnect": None, "driver": "580.1", "software": {}}
 MACHINE = Node("run", "cuda", 1, ENVIRONMENT, cast(Any, "a profile"), (cast(Any, "peaks"),), 80e9)
 PLAN = EvaluationPlan((), device="cuda")
+ANY = EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",))
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +68,9 @@ def test_a_virtual_node_is_a_class_of_its_own_without_links_to_compare_with() ->
     assert shown == "virtual node of 4 ranks per GPU by MPS, on peerlane baseline, 1x NVIDIA H100, driver 580"
 
 
-def test_results_of_ranks_that_have_no_place_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidate = candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")
-    plan = EvaluationPlan([candidate], presets=("small",), device="cpu")
-    with Evaluator(plan=plan) as evaluator:
-        evaluator._plan = evaluator.scheduler.plan = replace(plan, device="cuda", ranks_per_gpu=2)
+def test_results_of_ranks_that_have_no_place_say_so() -> None:
+    with Evaluator(plan=ANY) as evaluator:
+        evaluator._plan = evaluator.scheduler.plan = replace(ANY, device="cuda", ranks_per_gpu=2)
         evaluator.scheduler.node = MACHINE
         (result,) = evaluator.evaluate_plan(evaluator._plan)
     assert result.verdict.kind == "not_run" and "4 ranks on 1 GPU" in result.verdict.reason
@@ -87,22 +86,27 @@ class Shared(Session):
         self.recovered += 1
 
 
-@pytest.mark.parametrize("again", ["not_run", "harness_error"])
-def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_ranks(again: str) -> None:
-    (job,) = make_jobs(EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",)))
-    session, notes = Shared("cpu", 4, Deadlines()), list[str]()
-    lost = HarnessFailure(phase="correctness", message="CUDA error: MPS server is not ready")
-    verdicts = [lost, NotRun(missing="time") if again == "not_run" else lost]
+def judged(slot: WorkerSlot, verdict: Callable[[EvaluationPipeline], Verdict], note: Callable[[str], None] = str) -> Result:
+    """The result of a candidate whose evaluations have these verdicts, each with the loss of its ranks."""
 
     class Scripted(EvaluationPipeline):
         def run(self) -> Any:
             self.group.healthy = False
-            return self._result(verdicts.pop(0), "")
+            return self._result(verdict(self), "")
 
     def start(**_: Any) -> EvaluationPipeline:
-        return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
+        (job,) = make_jobs(ANY)
+        return Scripted(slot.session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
 
-    result = JobRunner(cast(Any, SimpleNamespace(note=notes.append))).run(WorkerSlot(session), start)
+    return JobRunner(cast(Any, SimpleNamespace(note=note))).run(slot, start)
+
+
+@pytest.mark.parametrize("again", ["not_run", "harness_error"])
+def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_ranks(again: str) -> None:
+    session, notes = Shared("cpu", 4, Deadlines()), list[str]()
+    lost = HarnessFailure(phase="correctness", message="CUDA error: MPS server is not ready")
+    verdicts = [lost, NotRun(missing="time") if again == "not_run" else lost]
+    result = judged(WorkerSlot(session), lambda _: verdicts.pop(0), notes.append)
     assert result.verdict.kind == again and not verdicts and "judged once more" in notes[0]
     assert session.recovered == 2, "before it is judged again, and for those that come next"
 
@@ -110,20 +114,14 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
 @pytest.mark.parametrize("after_failure", [True, False])
 def test_memory_that_the_last_candidate_held_costs_the_next_one_nothing(after_failure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerlane.evaluate.job_runner._MEMORY_S", 0.0)
-    (job,) = make_jobs(EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",)))
-    session, tries = Session("cpu", 4, Deadlines()), list[bool]()
+    tries: list[bool] = []
 
-    class Scripted(EvaluationPipeline):
-        def run(self) -> Any:
-            tries.append(True)
-            self.short_of_memory, self.group.healthy = len(tries) == 1, False
-            verdict = NotRun(missing="memory") if self.short_of_memory else HarnessFailure(phase="correctness", message="another end")
-            return self._result(verdict, "")
+    def verdict(pipeline: EvaluationPipeline) -> Verdict:
+        tries.append(True)
+        pipeline.short_of_memory = len(tries) == 1
+        return NotRun(missing="memory") if pipeline.short_of_memory else HarnessFailure(phase="correctness", message="another end")
 
-    def start(**_: Any) -> EvaluationPipeline:
-        return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
-
-    result = JobRunner(Silent()).run(WorkerSlot(session, after_failure=after_failure), start)
+    result = judged(WorkerSlot(Session("cpu", 4, Deadlines()), after_failure=after_failure), verdict)
     assert result.verdict.kind == ("harness_error" if after_failure else "not_run") and len(tries) == 1 + after_failure
 
 

@@ -207,10 +207,13 @@ def test_what_is_neither_an_answer_nor_an_error_is_refused(message: messages.Mes
 
 
 def test_an_error_keeps_its_kind_its_end_and_its_rank() -> None:
+    """Also of a rank that was made to send all of it."""
     error = messages.RankError("cuda_error", "x" * 50_000 + "end", 3)
-    found = messages.read_answer(CALL, sent(messages.error_message(error)))
-    assert isinstance(found, messages.RankError) and (found.kind, found.rank) == ("cuda_error", 3)
-    assert len(found.text) == messages.ERROR_CHARACTERS and found.text.endswith("end")
+    uncut = {"ok": False, "error": {"kind": error.kind, "message": error.text, "rank": error.rank}}
+    for message in (messages.error_message(error), uncut):
+        found = messages.read_answer(CALL, sent(message))
+        assert isinstance(found, messages.RankError) and (found.kind, found.rank) == ("cuda_error", 3)
+        assert len(found.text) == messages.ERROR_CHARACTERS and found.text.endswith("end")
     assert messages.read_answer(CALL, {"ok": False, "error": {"kind": "not_run", "message": [], "rank": "x"}}) == messages.RankError(
         "not_run", "no message", None
     )

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 import peerlane as pl
+from e2e.runs import RIGHT, SLEEPS
 from peerlane.common.place import CPU, EMULATED, GPUS
 from peerlane.evaluate import worker_slots
 from peerlane.evaluate.candidates import candidate_text
@@ -18,8 +19,6 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.worker_slots import WorkerSlots
 from peerlane.settings import PoolSettings
 
-RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"
-HANGS = "import time\n\n\ndef solution(tensor):\n    time.sleep(1000)\n"
 LIMIT_S = 100.0
 
 
@@ -129,7 +128,7 @@ def test_where_something_is_timed_there_is_one_slot() -> None:
 
 
 def test_a_hang_holds_up_nobody_in_a_run() -> None:
-    sources = [HANGS, *(f"{RIGHT}# {number}" for number in range(3)), HANGS + "#", *(f"{RIGHT}#_{number}" for number in range(3))]
+    sources = [SLEEPS, *(f"{RIGHT}# {number}" for number in range(3)), SLEEPS + "#", *(f"{RIGHT}#_{number}" for number in range(3))]
     candidates = [candidate_text(source, 1, f"{number}") for number, source in enumerate(sources)]
     plan = pl.EvaluationPlan(candidates, problems="1", presets=("small",), modes=(), cases="timed", world_sizes=(2,), timeout=LIMIT_S)
     with pl.Evaluator(plan=plan) as evaluator, closing(evaluator.scheduler.judge(make_jobs(plan))) as judged:
@@ -140,7 +139,7 @@ def test_a_hang_holds_up_nobody_in_a_run() -> None:
 
 def test_a_hang_holds_up_nobody_who_asks_later() -> None:
     async def ask(evaluator: pl.Evaluator) -> list[pl.Result]:
-        hang = asyncio.create_task(evaluator.evaluate_async(1, HANGS, timeout=LIMIT_S))
+        hang = asyncio.create_task(evaluator.evaluate_async(1, SLEEPS, timeout=LIMIT_S))
         await asyncio.sleep(0.2)
         try:
             return await asyncio.gather(*(evaluator.evaluate_async(1, f"{RIGHT}# {number}") for number in range(4)))

@@ -12,6 +12,9 @@ Reply = dict[str, Any]  # {"text": str} or {"tool": name, "args": {...}}; "reaso
 Script = Callable[[list[dict[str, Any]], list[str]], Reply]  # (messages, tool names) -> reply
 
 
+MODEL = "openai-api/fake/model-x"
+
+
 class FakeServer(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -26,6 +29,11 @@ class FakeServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def words(self, model: str = MODEL) -> list[str]:
+        """The options of a command that asks this server."""
+        url = self.url.removesuffix("/v1") if model.startswith("anthropic/") else self.url
+        return ["--model", model, "--base-url", url, "--hardware", "h200x4"]
 
     def __enter__(self) -> "FakeServer":
         threading.Thread(target=self.serve_forever, daemon=True).start()

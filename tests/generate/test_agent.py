@@ -22,7 +22,6 @@ require_models_extra()  # says what to install
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("model_surroundings")]
 
-MODEL = "openai-api/fake/model-x"
 WRONG = "def solution(tensor):\n    return tensor.clone()\n"
 RIGHT = reference_source(problems.get(1)) + "\n\nsolution = reference\n"
 
@@ -57,12 +56,12 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
         ("submit", {}),
     ]
     with FakeServer(script(calls)) as server:
-        common = ["1", "--model", MODEL, "--base-url", server.url, "--hardware", "h200x4", "--out", tmp_path / "run"]
         how = ["--device", "cpu", "--world-size", 2, "--preset", "small", "--track", "open"]
-        peerlane("agent", *common, *how)
+        words = ["agent", "1", *server.words(), "--out", tmp_path / "run", *how]
+        peerlane(*words)
         said = said_by_tools(server)
         asked = len(server.requests)
-        peerlane("agent", *common, *how)
+        peerlane(*words)
         assert len(server.requests) == asked
     assert "call write first" in said[0] and "candidate.py:1" in said[2] and "wrong_result" in said[4]
     assert "release at system scope" in said[5] and "valid Python" in said[7] and "correct" in said[8] and "communicates" in said[9]
@@ -109,8 +108,7 @@ def test_a_limit_ends_an_episode_with_its_best_attempt(
 ) -> None:
     monkeypatch.setattr("peerlane.generate.judging.Judge", StubJudge)
     with FakeServer(script([*versions(1, 2, 3, 4), ("time", {})])) as server:
-        words = ["1", "--model", MODEL, "--base-url", server.url, "--hardware", "h200x4", "--device", "cpu", "--out", tmp_path / "run"]
-        peerlane("agent", *words, *limits)
+        peerlane("agent", "1", *server.words(), "--device", "cpu", "--out", tmp_path / "run", *limits)
     run = RunFolder.open(tmp_path / "run")
     (key,) = run.sample_keys()
     record = run.sample(key)

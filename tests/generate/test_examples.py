@@ -47,11 +47,8 @@ def faults_on_rank(rank: int, world_size: int, backend: str, folder: str) -> lis
 
 @pytest.mark.parametrize("backend", ["pytorch", "triton"])
 def test_example_is_right_on_cpu_ranks(backend: str, tmp_path: Path) -> None:
-    pool = RankPool(2)
-    try:
+    with RankPool(2) as pool:
         assert pool.run(faults_on_rank, backend, str(tmp_path)) == [[], []]
-    finally:
-        pool.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from command_line import Peerlane
-from generate.fake_provider import FakeServer
+from generate.fake_provider import MODEL, FakeServer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.run_folder import RunFolder
@@ -23,22 +23,16 @@ require_models_extra()  # says what to install
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("model_surroundings")]  # warnings of other people's packages
 
 CODE = "def solution(*args):\n    return args[0]\n"
-MODEL = "openai-api/fake/model-x"
 
 
 def answer(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
     return {"text": f"Here:\n```python\n{CODE}```", "reasoning": "so far"}
 
 
-def settings(server: FakeServer, model: str = MODEL) -> list[str]:
-    url = server.url.removesuffix("/v1") if model.startswith("anthropic/") else server.url
-    return ["--model", model, "--base-url", url, "--hardware", "h200x4"]
-
-
 @pytest.mark.parametrize("model", [MODEL, "anthropic/claude-sonnet-4-5"])
 def test_samples_are_kept_with_tokens_and_cost_through_faults(model: str, tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer, rate_limited=2, broken=1) as server:
-        common = ["1-2", *settings(server, model), "--out", tmp_path / "run", "--prices", "10,100,1"]
+        common = ["1-2", *server.words(model), "--out", tmp_path / "run", "--prices", "10,100,1"]
         peerlane("generate", *common, "--samples", 2, "--connections", 1)
         assert server.counts["n_200"] == 4 and server.counts["n_429"] == 2 and server.counts["n_500"] == 1
         asked = json.dumps(server.requests[-1]["messages"])
@@ -55,7 +49,7 @@ def test_samples_are_kept_with_tokens_and_cost_through_faults(model: str, tmp_pa
 
 def test_more_samples_and_problems_ask_for_what_is_missing(tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer) as server:
-        common = [*settings(server), "--out", tmp_path / "run"]
+        common = [*server.words(), "--out", tmp_path / "run"]
         peerlane("generate", "1", *common, "--samples", 2)
         peerlane("generate", "1-2", *common, "--samples", 3)
         assert server.counts == {"n_200": 6}
@@ -66,7 +60,7 @@ def test_more_samples_and_problems_ask_for_what_is_missing(tmp_path: Path, peerl
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     with FakeServer(answer, delay_s=0.4) as server:
-        words = ["generate", "1-6", *settings(server), "--samples", "2", "--connections", "2", "--out", str(tmp_path / "run")]
+        words = ["generate", "1-6", *server.words(), "--samples", "2", "--connections", "2", "--out", str(tmp_path / "run")]
         command = [sys.executable, "-m", "peerlane", *words]
         first = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=dict(os.environ), start_new_session=True)
         end = time.monotonic() + 120
@@ -87,7 +81,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_provider_that_stays_down_ends_the_run(tmp_path: Path, peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerlane.generate.single_shot.FAILURES_IN_A_ROW", 2)
     with FakeServer(answer) as server:
-        common = ["1-5", *settings(server), "--out", tmp_path / "run", "--connections", 1, "--retries", 1]
+        common = ["1-5", *server.words(), "--out", tmp_path / "run", "--connections", 1, "--retries", 1]
         server.broken = 10**6
         said = peerlane("generate", *common, code=ExitCode.CHECK_FAILED).err
         assert "5 of 5 samples are missing: " in said and "002/0: " in said and "003/0: " not in said
@@ -99,7 +93,7 @@ def test_a_provider_that_stays_down_ends_the_run(tmp_path: Path, peerlane: Peerl
 def test_cut_replies_and_refusals_are_samples_without_code(tmp_path: Path, peerlane: Peerlane) -> None:
     replies = iter([{"text": f"```python\n{CODE}", "cut": True}, {"text": "I will not."}])
     with FakeServer(lambda messages, tools: next(replies)) as server:
-        peerlane("generate", "1-2", *settings(server), "--connections", 1, "--out", tmp_path / "run")
+        peerlane("generate", "1-2", *server.words(), "--connections", 1, "--out", tmp_path / "run")
     run = RunFolder.open(tmp_path / "run")
     records = [run.sample(key) for key in run.sample_keys()]
     assert [record.status for record in records] == ["truncated", "refused"] and records[0].stop_reason == "max_tokens"
@@ -107,7 +101,7 @@ def test_cut_replies_and_refusals_are_samples_without_code(tmp_path: Path, peerl
 
 def test_money_is_not_spent_beyond_the_limit(tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer) as server:
-        common = ["1-5", *settings(server), "--out", tmp_path / "run", "--connections", 1, "--prices", "10,100"]
+        common = ["1-5", *server.words(), "--out", tmp_path / "run", "--connections", 1, "--prices", "10,100"]
         said = peerlane("generate", *common, "--max-cost", 0.009, code=ExitCode.CHECK_FAILED)
         assert server.counts == {"n_200": 2} and "--max-cost is 0.009" in said.err
 

@@ -10,7 +10,7 @@ from peerlane.generate.reply import Status
 from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord
 from peerlane.generate.samples import NO_CODE, NOT_JUDGED, Setting, Speedup, Usage
 from peerlane.results.result import CandidateInfo, ProblemInfo
-from sample_results import ENVIRONMENT, on_cpu, result, wrong
+from sample_results import VIRTUAL, on_cpu, result, wrong
 
 SOURCE = "def solution(*args): ..."
 CANDIDATE = CandidateInfo(name="001/0", sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), backend="pytorch")
@@ -23,7 +23,7 @@ CANDIDATE = CandidateInfo(name="001/0", sha256=hashlib.sha256(SOURCE.encode()).h
         {"preset": "small"},
         {"world_size": 2},
         {"cases": "timed"},
-        {"environment": {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}},
+        {"environment": VIRTUAL},
         {"problem": ProblemInfo(id=1, slug="allreduce", variant="pkb")},
     ],
 )

@@ -156,10 +156,7 @@ def test_hardware_is_a_file_a_known_node_or_an_error(tmp_path: Path) -> None:
     for bad in (str(file), "b300x8", str(tmp_path / "missing.json")):
         with pytest.raises(UsageError, match="--hardware"):
             choose_machine(bad)
-
-
-def test_a_node_of_which_little_is_known_can_be_described() -> None:
-    assert "1x Unknown" in describe_machine(Machine(gpu="Unknown", count=1))
+    assert "1x Unknown" in describe_machine(Machine(gpu="Unknown", count=1)), "of which little is known"
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "prompts").glob("*.txt")), ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.attention import Grid, score_pieces
 from peerlane.problems.p058_openclip_contrastive_loss import _from_moments, _subjects
 from peerlane.problems.p077_range_shuffled_async_attention import key_ranges
-from problem_cases import arguments, drawn, wide
+from problem_cases import arguments, attention_layer, costs, drawn, wide
 
 BF16, FP64 = torch.bfloat16, torch.float64
 
@@ -27,17 +27,13 @@ def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected
 def test_a_pipeline_sends_the_smaller_of_keys_and_hidden_states() -> None:
     """pkb on 8 ranks: 4 tokens x 16 sequences x 512 x 2 bytes are 65536; a ring of 4, half of whose pairs are masked,
     and one hop between the stages."""
-    problem = problems.get(56)
-    case = problem.cases("pkb", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert [cost.egress_bytes / 65536 for cost in costs] == [2.5, 2.5, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
-    assert [cost.ingress_bytes / 65536 for cost in costs] == [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5, 2.5]
+    found = costs(56, "pkb")
+    assert [cost.egress_bytes / 65536 for cost in found] == [2.5, 2.5, 2.5, 2.5, 1.5, 1.5, 1.5, 1.5]
+    assert [cost.ingress_bytes / 65536 for cost in found] == [1.5, 1.5, 1.5, 1.5, 2.5, 2.5, 2.5, 2.5]
 
 
 def test_backward_costs_are_five_products_over_the_visible_pairs() -> None:
-    problem = problems.get(57)
-    case = problem.cases("production_llama3_70b_64k", 8)[0]
-    total = sum(problem.cost(case, rank).flops["bf16"] for rank in range(8))
+    total = sum(cost.flops["bf16"] for cost in costs(57, "production_llama3_70b_64k"))
     assert total == 5 * 2 * 8 * 128 * (65536 * 65537 / 2)
 
 
@@ -95,15 +91,6 @@ def test_perceptron_error_model_is_what_random_roundings_do() -> None:
     assert ratio.min() > 0.3 and ratio.max() < 0.8  # uniform noise of one u has 0.58 u root mean square
 
 
-def attention_layers(case: Case, x: torch.Tensor, weights: Sequence[tuple[torch.Tensor, torch.Tensor]], heads: int) -> torch.Tensor:
-    """Layers one after the other on the whole sequence, by torch, in float64."""
-    for w_qkv, w_o in weights:
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (x @ wide(w_qkv).t()).chunk(3, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=case["causal"], scale=case.params.get("scale"))
-        x = attended.transpose(1, 2).flatten(2) @ wide(w_o).t()
-    return x
-
-
 @pytest.mark.parametrize(
     "label", ["causal_bf16", "scaled_full_bf16", "ring_alone_bf16", "heads_alone_bf16", "context_inner_bf16", "sink_bf16"]
 )
@@ -112,12 +99,12 @@ def test_tensor_parallel_layer_is_a_layer_with_all_heads(label: str) -> None:
     groups = problems.get(55).process_groups(case)
     tensor, context = groups.get("tensor", [range(4)]), groups.get("context", [range(4)])
     for ring in context:
-        x = torch.cat([wide(inputs[rank][0]) for rank in ring], dim=1)
+        x = torch.cat([inputs[rank][0] for rank in ring], dim=1)
         members = next(group for group in tensor if ring[0] in group)
         qkv = [inputs[rank][1].chunk(3) for rank in members]
         w_qkv = torch.cat([torch.cat([parts[i] for parts in qkv]) for i in range(3)])
         w_o = torch.cat([inputs[rank][2] for rank in members], dim=1)
-        want = attention_layers(case, x, [(w_qkv, w_o)], case["heads"]).chunk(len(ring), dim=1)
+        want = attention_layer(x, w_qkv, w_o, case["heads"], causal=case["causal"], scale=case.params.get("scale")).chunk(len(ring), dim=1)
         answers = oracles(case, inputs)
         for rank, part in zip(ring, want, strict=True):
             torch.testing.assert_close(answers[rank][0].value, part, rtol=1e-9, atol=1e-11)
@@ -146,10 +133,10 @@ def test_pipeline_is_layers_one_after_the_other(label: str) -> None:
     pipelines, rings = groups.get("pipeline", [[rank] for rank in range(4)]), groups.get("context", [range(4)])
     answers = oracles(case, inputs)
     first_ring = next(ring for ring in rings if 0 in ring)
-    x = torch.cat([wide(inputs[rank][0]) for rank in first_ring], dim=1)
-    for stage in range(len(pipelines[0])):
-        weights = [(inputs[pipelines[0][s]][1], inputs[pipelines[0][s]][2]) for s in range(stage + 1)]
-        want = attention_layers(case, x, weights, case["heads"]).chunk(len(first_ring), dim=1)
+    x = torch.cat([inputs[rank][0] for rank in first_ring], dim=1)
+    for stage, stage_rank in enumerate(pipelines[0]):
+        x = attention_layer(x, *inputs[stage_rank][1:3], case["heads"], causal=case["causal"], scale=case.params.get("scale"))
+        want = x.chunk(len(first_ring), dim=1)
         for place, first in enumerate(first_ring):
             rank = next(line for line in pipelines if line[0] == first)[stage]
             torch.testing.assert_close(answers[rank][0].value, want[place], rtol=1e-8, atol=1e-10)

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +12,13 @@ import torch.distributed as dist
 from peerlane import problems
 from peerlane.errors import UnknownPreset
 from peerlane.evaluate.plan import presets_of
-from peerlane.problems.contract import Case
+from peerlane.problems.contract import Case, same_bits
 from peerlane.problems.families.ulysses import kept_length
 from peerlane.problems.p027_moe_all2all_primitive import expected_table, popularity, split_list, split_table
-from problem_cases import arguments
+from problem_cases import arguments, costs, members, oracles
 from ranks.pool import RankPool
 
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 27, 36)
-
-
-def small_cases(number: int, world_size: int) -> list[Case]:
-    return problems.get(number).cases("small", world_size)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +30,7 @@ def small_cases(number: int, world_size: int) -> list[Case]:
     ],
 )  # fmt: skip
 def test_cost_of_the_public_shapes_on_eight_ranks(number: int, busiest_port_bytes: int) -> None:
-    problem = problems.get(number)
-    case = problem.cases("pkb", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert max(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) == pytest.approx(busiest_port_bytes)
+    assert max(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs(number, "pkb")) == pytest.approx(busiest_port_bytes)
 
 
 @pytest.mark.parametrize("number", [2, 4, 6, 7, 8, 27, 36])  # in 3 and 5 only the root's argument is read
@@ -45,21 +38,20 @@ def test_cost_of_the_public_shapes_on_eight_ranks(number: int, busiest_port_byte
 def test_compulsory_traffic_is_that_of_the_tensors(number: int, world_size: int) -> None:
     """Problems that read all of their input and write all of their output: device memory traffic from the arguments and the answer."""
     problem = problems.get(number)
-    for case in small_cases(number, world_size):
+    for case in problem.cases("small", world_size):
         if case.params.get("root") == "any" or case.params.get("unpadded", (0, 0))[1] or case.params.get("splits") in ("uneven", "idle"):
             continue  # traffic differs between slots, or padding is not read
         inputs = arguments(case)
-        for rank in range(world_size):
-            value = problem.oracle(case, inputs, rank).value
-            alias = number == 6 and value.shape == inputs[rank][0].shape
-            written = 0 if alias else value.numel()
+        for rank, expected in enumerate(oracles(case, inputs)):
+            alias = number == 6 and expected.value.shape == inputs[rank][0].shape
+            written = 0 if alias else expected.value.numel()
             assert problem.cost(case, rank).hbm_bytes == pytest.approx((inputs[rank][0].numel() + written) * case.dtype.itemsize), case.key
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_a_slot_keeps_its_layout_when_contents_change(number: int, world_size: int) -> None:
-    for case in small_cases(number, world_size):
+    for case in problems.get(number).cases("small", world_size):
         for first, second in zip(arguments(case), arguments(case, block=1), strict=True):
             assert first[0].shape == second[0].shape and first[1:] == second[1:]
 
@@ -84,28 +76,21 @@ def test_root_left_out_where_the_public_benchmark_leaves_it_out() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_rows_come_in_source_order_and_keep_their_order(world_size: int) -> None:
-    problem = problems.get(27)
-    for case in small_cases(27, world_size):
+    for case in problems.get(27).cases("small", world_size):
         inputs = arguments(case)
-        members_of = {rank: list(range(world_size)) for rank in range(world_size)}
-        if case.params.get("group") == "strided":
-            members_of = {rank: [other for other in range(world_size) if other % 2 == rank % 2] for rank in range(world_size)}
-        for rank in range(world_size):
-            members = members_of[rank]
-            me = members.index(rank)
-            want = []
-            for number, source in enumerate(members):
+        for rank, expected in enumerate(oracles(case, inputs)):
+            group = members(case, rank)
+            me = group.index(rank)
+            rows = []
+            for number, source in enumerate(group):
                 tensor, sent, _, _ = inputs[source]
-                sent = sent or [len(tensor) // len(members)] * len(members)
+                sent = sent or [len(tensor) // len(group)] * len(group)
                 assert sum(sent) == len(tensor)
                 if inputs[rank][2] is not None:
                     assert inputs[rank][2][number] == sent[me]
-                want += [tensor[row] for row in range(sum(sent[:me]), sum(sent[: me + 1]))]
-            got = problem.oracle(case, inputs, rank).value
-            assert len(got) == len(want), case.key
-            assert all(
-                torch.equal(g.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8)) for g, w in zip(got, want, strict=True)
-            )
+                rows.append(tensor[sum(sent[:me]) : sum(sent[: me + 1])])
+            want = torch.cat(rows)
+            assert expected.value.shape == want.shape and same_bits(expected.value, want), case.key
 
 
 @pytest.mark.parametrize(
@@ -157,20 +142,13 @@ def groups_of_one(rank: int, world_size: int) -> tuple[bool, bool]:
     return problems.get(27).reference(x, [9], [9], alone) is x, torch.equal(moved, x) and moved.data_ptr() != x.data_ptr()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def test_reference_takes_tensor_splits(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(exchange_with_tensor_splits) == [[0, 1, 10], [2, 3, 4, 11, 12, 13, 14]]
 
 
-def test_reference_takes_tensor_splits(pair: RankPool) -> None:
-    assert pair.run(exchange_with_tensor_splits) == [[0, 1, 10], [2, 3, 4, 11, 12, 13, 14]]
-
-
-def test_groups_of_one_rank(pair: RankPool) -> None:
+def test_groups_of_one_rank(rank_pool: Callable[[int], RankPool]) -> None:
     """27 returns its input itself, whatever the splits say; 36 returns a copy."""
-    assert pair.run(groups_of_one) == [(True, True), (True, True)]
+    assert rank_pool(2).run(groups_of_one) == [(True, True), (True, True)]
 
 
 # Problem 36
@@ -196,16 +174,12 @@ def index_by_index(case: Case, inputs: list[tuple[Any, ...]], members: list[int]
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_exchange_index_by_index(world_size: int) -> None:
-    problem = problems.get(36)
-    for case in small_cases(36, world_size):
+    for case in problems.get(36).cases("small", world_size):
         inputs = arguments(case)
-        for rank in range(world_size):
-            strided = case.params.get("group") == "strided"
-            members = [other for other in range(world_size) if not strided or other % 2 == rank % 2]
-            want = index_by_index(case, inputs, members, members.index(rank))
-            got = problem.oracle(case, inputs, rank).value
-            assert got.shape == want.shape, case.key
-            assert torch.equal(got.contiguous().view(torch.uint8), want.view(torch.uint8)), case.key
+        for rank, expected in enumerate(oracles(case, inputs)):
+            group = members(case, rank)
+            want = index_by_index(case, inputs, group, group.index(rank))
+            assert expected.value.shape == want.shape and same_bits(expected.value, want), case.key
 
 
 @pytest.mark.parametrize(
@@ -239,12 +213,12 @@ def test_a_sweep_size_is_that_of_the_larger_of_a_ranks_buffers(number: int, worl
     case = problem.cases(smallest.name, world_size)[0]
     inputs = arguments(case)
     given = max(args[0].nbytes for args in inputs)
-    returned = max(item.value.numel() * item.dtype.itemsize for item in (problem.oracle(case, inputs, rank) for rank in range(world_size)))
+    returned = max(item.value.numel() * item.dtype.itemsize for item in oracles(case, inputs))
     assert max(given, returned) == 2048
-    costs = [problem.cost(problem.cases(largest.name, world_size)[0], rank) for rank in range(world_size)]
     whole = 2 if number == 1 else 1  # both directions of an all-reduce
     share = 1 if number in (3, 4) else (world_size - 1) / world_size
-    assert max(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) == whole * share * (512 << 20)
+    ports = [max(cost.egress_bytes, cost.ingress_bytes) for cost in costs(number, largest.name, world_size)]
+    assert max(ports) == whole * share * (512 << 20)
 
 
 def test_a_sweep_is_chosen_by_its_name_alone() -> None:

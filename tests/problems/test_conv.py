@@ -13,7 +13,7 @@ from peerlane.problems.families.conv import convolve, from_zigzag, terms_bound, 
 from peerlane.problems.families.tiling import Tiling
 from peerlane.problems.p078_tile_parallel_vae_decode import tiling_of
 from peerlane.problems.p086_tp_muon_newton_schulz import COEFFICIENTS, iterate
-from problem_cases import arguments, drawn, oracles
+from problem_cases import costs, drawn, oracle, oracles
 
 FP64 = torch.float64
 
@@ -23,34 +23,28 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def test_short_filters_need_only_halos() -> None:
-    problem = problems.get(72)
-    case = problem.cases("production_evo2_7b_mr", 8)[0]
     halo = 4096 * 127 * 2
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert [cost.ingress_bytes for cost in costs] == [halo, *[2 * halo] * 6, halo]
-    assert [cost.egress_bytes for cost in costs] == [halo, *[2 * halo] * 6, halo]
+    for cost, wanted in zip(costs(72, "production_evo2_7b_mr"), [halo, *[2 * halo] * 6, halo], strict=True):
+        assert cost.ingress_bytes == cost.egress_bytes == wanted
 
 
 def test_public_tiles() -> None:
     """32 tiles, 74.6 MB of video, and 0.47 MB of latents in the three channels that are used."""
-    problem = problems.get(78)
-    case = problem.cases("pkb", 8)[0]
-    tiling = tiling_of(case)
+    tiling, found = tiling_of(problems.get(78).cases("pkb", 8)[0]), costs(78, "pkb")
     assert tiling.counts == (2, 4, 4) and tiling.output() == (24, 720, 720) and tiling.keep == (12, 192, 192)
     # Tiles overlap, and a latent that several ranks decode from is each one's own.
-    latents = [problem.cost(case, rank).egress_bytes for rank in range(8)]
+    latents = [cost.egress_bytes for cost in found]
     distinct = 3 * 6 * 90 * 90 * 2
     assert distinct < sum(latents) < 0.47e6
-    assert problem.cost(case, 0).ingress_bytes == sum(latents[1:])
-    assert problem.cost(case, 0).hbm_bytes == pytest.approx(74.6e6, rel=0.01)
+    assert found[0].ingress_bytes == sum(latents[1:])
+    assert found[0].hbm_bytes == pytest.approx(74.6e6, rel=0.01)
     sizes = [math.prod(part.stop - part.start for part in tiling.latents(tile)) for tile in tiling.owners(8)]
     assert sizes == sorted(sizes, reverse=True) and list(tiling.owners(8).values()) == [*range(8)] * 4
 
 
 def test_muon_sends_half_a_gram_matrix_or_the_matrix() -> None:
     """A whole Gram matrix, once, would take 1.8 MB on 8 ranks."""
-    problem = problems.get(86)
-    public, large = (problem.cost(problem.cases(name, 8)[0], 0) for name in ("pkb", "production_llama3_8b_mlp"))
+    public, large = (costs(86, name)[0] for name in ("pkb", "production_llama3_8b_mlp"))
     assert public.egress_bytes == 7 * 512 * 64 * 2 < 1.8e6 / 2
     assert large.egress_bytes == 2 * 7 / 8 * 4096 * 4097 / 2 * 4
 
@@ -137,9 +131,8 @@ def decoded_pixel(z: torch.Tensor, channel: int, tiling: Tiling, tile: tuple[int
 
 @pytest.mark.parametrize(("label", "world"), [("all_axes_fp32", 2), ("image_bf16", 4), ("two_tiles_bf16", 2)])
 def test_video_pixel_by_pixel(label: str, world: int) -> None:
-    case = problems.get(78).case("small", label, world)
-    inputs, tiling = arguments(case), tiling_of(case)
-    volume = oracles(case, inputs)[0].value
+    case, inputs = drawn(78, label, world)
+    tiling, volume = tiling_of(case), oracle(case, inputs).value
     order = sorted(
         itertools.product(*map(range, tiling.counts)),
         key=lambda tile: (-math.prod(part.stop - part.start for part in tiling.latents(tile)), tile),

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from peerlane import problems
+from problem_cases import costs
 
 # Of problems: a preset (of production but for pkb), world size, rank; MB out of and into the port and GFLOP, as published to two or three
 # digits. Of 54 with causal work shared evenly, by the cheapest exchange; of 55 the means over ranks, as these can share causal work; less
@@ -83,9 +84,7 @@ FIGURES = {
     ("number", "preset", "world_size", "rank", "megabytes", "gflop"), [(number, *row) for number, rows in FIGURES.items() for row in rows]
 )
 def test_costs_match_published_figures(number: int, preset: str, world_size: int, rank: int, megabytes: float, gflop: float | None) -> None:
-    problem = problems.get(number)
-    case = problem.cases(preset if preset == "pkb" else f"production_{preset}", world_size)[0]
-    cost = problem.cost(case, rank)
+    cost = costs(number, preset if preset == "pkb" else f"production_{preset}", world_size)[rank]
     assert cost.egress_bytes == pytest.approx(megabytes * 1e6, rel=0.015)
     assert cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.015)
     if gflop is not None:
@@ -102,8 +101,7 @@ MEMORY = [
 
 @pytest.mark.parametrize(("number", "preset", "megabytes"), MEMORY)
 def test_device_memory_is_that_of_what_is_large(number: int, preset: str, megabytes: float) -> None:
-    problem = problems.get(number)
-    assert problem.cost(problem.cases(preset, 8)[0], 0).hbm_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
+    assert costs(number, preset)[0].hbm_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
 
 
 # Peers forward what a root sends, ranks need different rows, or padding and overlaps are nobody's.
@@ -117,5 +115,5 @@ def test_what_leaves_ports_enters_ports(number: int) -> None:
     for preset, world_size in itertools.product(problem.presets, (2, 4, 8)):
         for case in problem.cases(preset.name, world_size):
             if case.params.get("root") != "any":
-                costs = [problem.cost(case, rank) for rank in range(world_size)]
-                assert sum(c.egress_bytes for c in costs) == pytest.approx(sum(c.ingress_bytes for c in costs)), case.key
+                found = [problem.cost(case, rank) for rank in range(world_size)]
+                assert sum(c.egress_bytes for c in found) == pytest.approx(sum(c.ingress_bytes for c in found)), case.key

@@ -7,7 +7,7 @@ import torch
 
 from peerlane import problems
 from peerlane.problems.families.delta import Tokens, chunked_delta_rule, normalised, recurrence
-from problem_cases import arguments, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -113,25 +113,23 @@ def test_kimi_delta_attention_by_its_definition(label: str, sequences: list[list
 
 def test_the_public_shape_remembers_across_ranks() -> None:
     """With the public benchmark's gates an answer from a state of zero passes; here the state decides the first tokens of every rank."""
-    problem = problems.get(74)
-    (case,) = problem.cases("pkb", 2)
+    (case,) = problems.get(74).cases("pkb", 2)
     inputs = arguments(case)
-    whole = problem.oracle(case, inputs, 1).value
-    alone = problem.oracle(case, [inputs[1], inputs[1]], 0).value
+    whole = oracle(case, inputs, 1).value
+    alone = oracle(case, [inputs[1], inputs[1]]).value
     assert float((whole - alone).norm() / whole.norm()) > 0.3
     late = slice(-8, None)
     assert float((whole - alone)[:, late].norm() / whole[:, late].norm()) > 0.05
 
 
 def test_costs_choose_between_tokens_and_states() -> None:
-    deltanet, kimi = problems.get(75), problems.get(74)
     tokens = 64 * 2 * (2 * 8 * 256 + 2 * 8 * 512 + 2 * 8)
-    cost = deltanet.cost(deltanet.cases("pkb", 8)[0], 3)
+    cost = costs(75, "pkb")[3]
     assert cost.egress_bytes == cost.ingress_bytes == tokens * 7 / 8 and cost.hbm_bytes == tokens
     state = 32 * 128 * 128 * 2
-    costs = [kimi.cost(kimi.cases("production_kimi_linear_32k", 4)[0], rank) for rank in range(4)]
-    assert [cost.egress_bytes for cost in costs] == [state, state, state, 0]
-    assert [cost.ingress_bytes for cost in costs] == [0, state, state, state]
-    pairs = kimi.cost(kimi.cases("production_kimi_linear_tp2", 4)[0], 2)
+    found = costs(74, "production_kimi_linear_32k", 4)
+    assert [cost.egress_bytes for cost in found] == [state, state, state, 0]
+    assert [cost.ingress_bytes for cost in found] == [0, state, state, state]
+    pairs = costs(74, "production_kimi_linear_tp2", 4)[2]
     assert pairs.egress_bytes == 4096 * 16 * 128 * 2  # of two tensor-parallel ranks, each sends half and the other's half of the sum
     assert pairs.ingress_bytes == 4096 * 16 * 128 * 2 + 16 * 128 * 128 * 2

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
-from peerlane.problems.contract.calibration import draw_all
+from peerlane.problems import Case
 from peerlane.problems.families import sphere
+from problem_cases import costs, drawing, drawn, oracles
 
 FP64 = torch.float64
 PROBLEM = problems.get(62)
-
-
-def draw_of(case: Case, rank: int) -> Draw:
-    return Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank)
 
 
 def whole_sphere(case: Case, inputs: list[tuple[Any, ...]]) -> torch.Tensor:
@@ -41,16 +37,15 @@ def whole_sphere(case: Case, inputs: list[tuple[Any, ...]]) -> torch.Tensor:
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("label", [spec.label for spec in PROBLEM.preset("small").cases])
 def test_oracles_make_up_the_convolution_of_the_whole_sphere(label: str, world: int) -> None:
-    case = PROBLEM.case("small", label, world)
-    inputs = draw_all(PROBLEM, case, secret="unit")
-    parts = [PROBLEM.oracle(case, inputs, rank).value for rank in range(world)]
+    case, inputs = drawn(62, label, world)
+    parts = [expected.value for expected in oracles(case, inputs)]
     azimuths, _ = sphere.grid_of(case)
     rows = [torch.cat(parts[first : first + azimuths], 3) for first in range(0, world, azimuths)]
     torch.testing.assert_close(torch.cat(rows, 2), whole_sphere(case, inputs), rtol=1e-10, atol=1e-10)
 
 
 def test_filters_are_equal_in_an_azimuth_group_alone() -> None:
-    inputs = draw_all(PROBLEM, PROBLEM.case("small", "uneven", 4), secret="unit")
+    _, inputs = drawn(62, "uneven")
     first, beside, below = (inputs[rank][1].to_dense() for rank in (0, 1, 2))
     assert torch.equal(first, beside)
     assert first.shape != below.shape or not torch.equal(first, below)
@@ -91,7 +86,7 @@ def test_the_number_of_taps_is_as_costed(preset: str, world: int) -> None:
         azimuths, polars = sphere.grid_of(case)
         for polar in range(polars):
             rank = polar * azimuths
-            x, psi, weight, *_, bias = PROBLEM.inputs(case, rank, draw_of(case, rank))
+            x, psi, weight, *_, bias = PROBLEM.inputs(case, rank, drawing(case, rank))
             rows = len(sphere.span(case["nlat_out"], polars, polar))
             output = case["batch"] * case["outputs"] * rows * len(sphere.span(case["nlon_out"], azimuths, 0))
             words = x.numel() + output + weight.numel() + (0 if bias is None else bias.numel())
@@ -104,8 +99,7 @@ def test_the_number_of_taps_is_as_costed(preset: str, world: int) -> None:
 
 def test_the_public_shape_has_the_published_taps_and_sends_less() -> None:
     """8 ranks: 2.1 + 75 + 6.3 MB with an all-reduce; here one number per output point and channel is the least."""
-    case = PROBLEM.cases("pkb", 8)[0]
-    cost = PROBLEM.cost(case, 0)
+    cost = costs(62, "pkb")[0]
     assert cost.ingress_bytes == 4 * 32 * 8 * 32 * 128
     assert cost.ingress_bytes < (2.1 + 75 / 2 + 6.3) * 1e6
     assert cost.hbm_bytes == pytest.approx(2 * 4 * 32 * 8 * 32 * 128 + 28 * 1536 + 4 * (8 * 8 * 3 + 8))

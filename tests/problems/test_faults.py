@@ -27,6 +27,7 @@ from peerlane.problems.contract import (
 )
 from peerlane.problems.contract.calibration import passing_faults
 from peerlane.problems.contract.faults import TAIL, TRANSPORT_FAULTS, DoesNotApply
+from problem_cases import members
 
 FAULTS = {item.name: item for item in TRANSPORT_FAULTS}
 LENGTH = 2 * TAIL
@@ -36,12 +37,8 @@ def _groups(case: Case) -> GroupLayout:
     return {"strided": [range(first, case.world_size, 2) for first in (0, 1)]} if "group" in case.params else {}
 
 
-def _members(case: Case, rank: int) -> list[int]:
-    return [q for q in range(case.world_size) if "group" not in case.params or q % 2 == rank % 2]
-
-
 def _gathered(case: Case, inputs: Inputs, rank: int) -> Expected:
-    return exactly("all", torch.cat([inputs[q][0] for q in _members(case, rank)]))
+    return exactly("all", torch.cat([inputs[q][0] for q in members(case, rank)]))
 
 
 GATHER = dataclasses.replace(

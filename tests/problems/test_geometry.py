@@ -8,19 +8,14 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Expected
 from peerlane.problems.contract import rounded
 from peerlane.problems.families.splat import project, project_covariances, rotations
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
-from problem_cases import arguments, drawn, oracles
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 FP64 = torch.float64
-
-
-def small(number: int, label: str, world_size: int = 4) -> Case:
-    return problems.get(number).case("small", label, world_size)
 
 
 def labels(number: int) -> list[str]:
@@ -28,18 +23,14 @@ def labels(number: int) -> list[str]:
 
 
 def test_a_kalman_step_takes_five_operations_an_entry() -> None:
-    problem = problems.get(63)
-    assert problem.cost(problem.cases("pkb", 8)[0], 0).flops["fp64"] == 5 * 8 * 1024**2
+    assert costs(63, "pkb")[0].flops["fp64"] == 5 * 8 * 1024**2
 
 
 def test_crowded_masks_cost_less_than_a_plain_gather() -> None:
     """200 masks of 288 x 288 are 66 MB in float32; a gather in bfloat16 brings at most 33 MB of them."""
-    problem = problems.get(81)
-    case = problem.cases("production_sam3_crowd", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert all(cost.hbm_bytes >= 66e6 for cost in costs)
-    assert all(cost.ingress_bytes <= 288 * 288 * 2 * 200 for cost in costs)
-    assert object_counts(problem.cases("production_sam3_crowd", 4)[0], 4) == [75, 55, 45, 25]
+    found = costs(81, "production_sam3_crowd")
+    assert all(cost.hbm_bytes >= 66e6 and cost.ingress_bytes <= 288 * 288 * 2 * 200 for cost in found)
+    assert object_counts(problems.get(81).cases("production_sam3_crowd", 4)[0], 4) == [75, 55, 45, 25]
 
 
 def dft(length: int, sign: int) -> torch.Tensor:
@@ -95,8 +86,7 @@ def test_bins_of_the_half_spectrum_stand_for_all(columns: int) -> None:
 
 
 def test_delta_has_the_same_modulus_everywhere() -> None:
-    case = small(59, "delta")
-    modulus = torch.cat([expected.value for expected in oracles(case, arguments(case))], dim=1).abs().flatten(1)
+    modulus = torch.cat([expected.value for expected in oracles(*drawn(59, "delta"))], dim=1).abs().flatten(1)
     torch.testing.assert_close(modulus, modulus[:, :1].expand_as(modulus), rtol=1e-12, atol=0.0)
 
 
@@ -134,7 +124,7 @@ def test_suppression_pair_by_pair(label: str) -> None:
     case, inputs = drawn(81, label)
     masks, times = torch.cat([args[0].float() for args in inputs]), inputs[0][3].tolist()
     want = literal_suppression(masks, times, inputs[0][4], inputs[0][5])
-    got_masks, _, got = rounded(oracles(case, inputs)[0])
+    got_masks, _, got = rounded(oracle(case, inputs))
     assert got.tolist() == want
     for mask, original, gone in zip(got_masks, masks, want, strict=True):
         assert bool((mask == -10).all()) if gone else torch.equal(mask.nan_to_num(), original.nan_to_num())
@@ -174,10 +164,9 @@ def test_kalman_step_entry_by_entry(label: str) -> None:
 
 
 def test_production_blocks_do_not_depend_on_the_world_size() -> None:
-    problem = problems.get(63)
     for preset, total in (("production_rlekf_water", 26651), ("production_dpa1_small", 13 * 5120)):
         for world_size in (2, 4, 8):
-            case = problem.cases(preset, world_size)[0]
+            case = problems.get(63).cases(preset, world_size)[0]
             assert sum(sum(block_sizes(case, rank)) for rank in range(world_size)) == total
 
 
@@ -232,8 +221,7 @@ def test_covariance_is_that_of_the_linearised_projection() -> None:
 
 def test_what_cameras_see_depends_on_no_drawing() -> None:
     """Rows by source, camera and rank are as many in every call, although all contents differ."""
-    problem = problems.get(61)
-    for case in problem.cases("small", 4)[:3]:
+    for case in problems.get(61).cases("small", 4)[:3]:
         first, second = (oracles(case, arguments(case, block, secret=secret)) for block, secret in ((0, "one"), (5, "other")))
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a[0].value, b[0].value), case.key
@@ -243,7 +231,6 @@ def test_what_cameras_see_depends_on_no_drawing() -> None:
 def test_public_numbers_count_from_the_destination() -> None:
     case, inputs = drawn(61, "public_numbers")
     first = [sum(len(args[0]) for args in inputs[:rank]) for rank in range(4)]
-    ids: Expected
     for rank, (_, ids, *_) in enumerate(oracles(case, inputs)):
         assert int(ids.value.min()) >= first[rank]
         assert int(ids.value.max()) < first[rank] + max(len(args[0]) for args in inputs)

@@ -14,7 +14,7 @@ from peerlane.problems.families.graph import count_table, expected_distinct, lea
 from peerlane.problems.families.neighbours import mean_taken
 from peerlane.problems.p069_negative_score_ranking import sigmoid_range
 from peerlane.problems.p085_distributed_sample_sort import balanced
-from problem_cases import arguments, drawing, members, small
+from problem_cases import arguments, costs, drawing, drawn, members, oracle, oracles, small
 
 # Problems 65 and 66
 
@@ -97,9 +97,9 @@ def test_expected_number_of_different_ids(count: int, below: int, skew: float) -
 @pytest.mark.parametrize("case", small(67))
 def test_pushed_pairs_one_by_one(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, answer in enumerate(oracles(case, inputs)):
         group = members(case, rank)
-        ids, rows = (expected.value for expected in problems.get(67).oracle(case, inputs, rank))
+        ids, rows = (expected.value for expected in answer)
         want = [(q, k) for q in group for k, i in enumerate(inputs[q][0].tolist()) if i % len(group) == group.index(rank)]
         assert ids.tolist() == [int(inputs[q][0][k]) for q, k in want]
         assert all(torch.equal(row, inputs[q][1][k]) for row, (q, k) in zip(rows, want, strict=True))
@@ -112,17 +112,16 @@ def test_pushed_pairs_one_by_one(case: Case) -> None:
 @pytest.mark.parametrize("case", small(68))
 def test_projected_rows_of_the_whole_table(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, expected in enumerate(oracles(case, inputs)):
         table = torch.cat([inputs[q][0] for q in members(case, rank)]).double()
         _, ids, projection, nodes, _ = inputs[rank]
         assert len(table) == nodes
-        expected = problems.get(68).oracle(case, inputs, rank)
         torch.testing.assert_close(expected.value, table[ids.long()] @ projection.double(), rtol=1e-12, atol=1e-12)
 
 
 def test_features_have_a_mean_of_zero_and_ordinary_sizes() -> None:
     problem = problems.get(68)
-    (case,) = [case for case in problem.cases("small", 2) if case.label == "skewed_fp16"]
+    case = problem.case("small", "skewed_fp16", 2)
     wide = Case(68, "small", "any", 2, torch.bfloat16, params={**case.params, "nodes_per_rank": 2000})
     table = problem.inputs(wide, 0, drawing(wide, 0))[0].double()
     assert float(table.abs().min()) >= 0.5 and float(table.abs().max()) < 2.0
@@ -147,7 +146,7 @@ def test_ranks_by_counting(case: Case) -> None:
     assert float((expected.low == expected.high).double().mean()) >= 0.9
 
 
-@pytest.mark.parametrize("case", small(69, "pkb"))
+@pytest.mark.parametrize("case", small(69, variant="pkb"))
 def test_open_ties_take_every_place_among_them(case: Case) -> None:
     inputs = arguments(case)
     expected = problems.get(69).oracle(case, inputs, 0)
@@ -180,17 +179,15 @@ def test_tied_float32_scores_have_equal_sigmoids(label: str) -> None:
 
 
 def test_a_wrong_place_is_not_called_a_rank() -> None:
-    problem = problems.get(69)
-    case = problem.case("small", "tied_bf16", 2)
-    expected = problem.oracle(case, arguments(case), 0)
-    (score,) = problem.compare(case, expected.value + 100, expected, "random") if problem.compare else []
+    case, inputs = drawn(69, "tied_bf16", 2)
+    expected = oracle(case, inputs)
+    (score,) = problems.get(69).compare(case, expected.value + 100, expected, "random")
     assert score.detail.startswith("8 of 8 positives have the wrong place; accepted here: place")
 
 
 def test_ranks_are_cheaper_to_send_than_scores() -> None:
     """On 8 ranks: 7 KB of 8-byte ranks, of which 2 bytes each do, against 1.8 MB of scores."""
-    problem = problems.get(69)
-    cost = problem.cost(problem.cases("pkb", 8)[0], 0)
+    cost = costs(69, "pkb")[0]
     assert 4 * cost.ingress_bytes == pytest.approx(7.2e3, rel=0.02)
     assert cost.ingress_bytes < 1.8e6 / 900
 
@@ -211,14 +208,14 @@ def jagged(args: tuple[Any, ...]) -> list[list[list[tuple[int, Any]]]]:
 @pytest.mark.parametrize("case", small(70))
 def test_jagged_features_sample_by_sample(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, answer in enumerate(oracles(case, inputs)):
         group = members(case, rank)
         me, ranks = group.index(rank), len(group)
         _, _, key_splits, _, _, weights, per_key, stagger = inputs[rank]
         order = [x + ranks // stagger * y for x in range(ranks // stagger) for y in range(stagger)]
         owned = range(sum(key_splits[:me]), sum(key_splits[: me + 1]))
         bags = [bag for feature in owned for s in order for bag in jagged(inputs[group[s]])[feature]]
-        got = {name: expected.value for name, expected in problems.get(70).oracle(case, inputs, rank).items()}
+        got = {name: expected.value for name, expected in answer.items()}
         assert got["lengths"].tolist() == [len(bag) for bag in bags]
         assert got["values"].tolist() == [value for bag in bags for value, _ in bag]
         if weights is not None:
@@ -236,8 +233,7 @@ def test_shapes_are_the_same_in_every_block(number: int) -> None:
     for case in problems.get(number).cases("small", 2):
         shapes = []
         for block in (0, 1):
-            inputs = arguments(case, block)
-            answers = [problems.get(number).oracle(case, inputs, rank) for rank in range(2)]
+            answers = oracles(case, arguments(case, block))
             shapes.append([[leaf.value.shape for leaf in (one.values() if isinstance(one, dict) else one)] for one in answers])
         assert shapes[0] == shapes[1], case.label
 
@@ -275,9 +271,8 @@ def sampled(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[l
 @pytest.mark.parametrize("case", small(64))
 def test_samples_edge_by_edge(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
-        got = tuple(expected.value.tolist() for expected in problems.get(64).oracle(case, inputs, rank))
-        assert got == sampled(case, inputs, rank)
+    for rank, answer in enumerate(oracles(case, inputs)):
+        assert tuple(expected.value.tolist() for expected in answer) == sampled(case, inputs, rank)
 
 
 @pytest.mark.parametrize("case", small(64))
@@ -294,8 +289,7 @@ def test_graphs_are_partitioned(case: Case) -> None:
 
 
 def test_isolated_seeds_leave_a_rank_without_edges() -> None:
-    (case,) = [case for case in problems.get(64).cases("small", 2) if case.label == "isolated_seeds"]
-    edges = [problems.get(64).oracle(case, arguments(case), rank)[3].value.numel() for rank in range(2)]
+    edges = [answer[3].value.numel() for answer in oracles(*drawn(64, "isolated_seeds", 2))]
     assert edges[0] == 0 and edges[1] > 10
 
 
@@ -312,13 +306,13 @@ def test_production_graphs_have_the_named_mean_degrees() -> None:
 @pytest.mark.parametrize("case", small(85))
 def test_sorted_shards(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, expected in enumerate(oracles(case, inputs)):
         group = members(case, rank)
         whole = sorted(itertools.chain.from_iterable(inputs[q][0].tolist() for q in group), key=order_key)
         base, extra, me = len(whole) // len(group), len(whole) % len(group), group.index(rank)
         start = me * base + min(me, extra)
         want = whole[start : start + base + (me < extra)]
-        got = problems.get(85).oracle(case, inputs, rank).value.tolist()
+        got = expected.value.tolist()
         assert len(got) == len(want) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(got, want, strict=True))
 
 

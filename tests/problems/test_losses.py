@@ -13,24 +13,22 @@ from peerlane.problems.contract import AnswerContext
 from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.importance import evaluate
 from peerlane.problems.p024_load_balancing_loss_fn import local_loss
-from problem_cases import arguments
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_costs_match_published_figures() -> None:
     """A product of 2 T H V operations and 65.5 MB of weights; 86 KB and 308 MB out of a port."""
-    loss = problems.get(25).cases("pkb", 8)[0]
-    cost = problems.get(25).cost(loss, 1)
+    cost = costs(25, "pkb")[1]
     valid = 1024 - int(1024 * 0.2)
     assert cost.flops["bf16"] == pytest.approx(67e9 * valid / 1024, rel=0.01)
     assert cost.hbm_bytes == pytest.approx(65.5e6 + valid * 2048, rel=0.01)
-    lora = problems.get(30)
     for preset, kilobytes in (("pkb", 86), ("production_deepseek_v3", 308e3)):
-        cost = lora.cost(lora.cases(preset, 8)[0], 0)
+        cost = costs(30, preset)[0]
         assert cost.egress_bytes == cost.ingress_bytes == pytest.approx(kilobytes * 1e3, rel=0.01)
     for preset, bytes_ in (("production_qwen3_30b_a3b", 768 * 1024), ("production_qwen3_235b", 3 * 2**20)):
-        assert lora.cost(lora.cases(preset, 2)[0], 0).egress_bytes == bytes_
+        assert costs(30, preset, 2)[0].egress_bytes == bytes_
 
 
 # Problem 23
@@ -38,15 +36,13 @@ def test_costs_match_published_figures() -> None:
 
 @pytest.mark.parametrize("label", ["gradient_of_sum_fp32", "idle_fp32", "idle_infinite_fp32", "few_global_tokens_fp32"])
 def test_normalised_loss_and_its_gradient_by_autograd(label: str) -> None:
-    problem = problems.get(23)
-    case = problem.case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(23, label)
     counts = torch.stack([args[1] for args in inputs])
     losses = torch.stack([args[0] if args[1] else torch.zeros(()) for args in inputs]).to(FP64).requires_grad_()
     whole = inputs[0][2]
     total = (losses * counts).sum()
-    for rank, (_, _, _, grad, grad_sum) in enumerate(inputs):
-        normalised, summed, gradient = problem.oracle(case, inputs, rank)
+    for rank, (normalised, summed, gradient) in enumerate(oracles(case, inputs)):
+        *_, grad, grad_sum = inputs[rank]
         torch.testing.assert_close(normalised.value, (total / whole).detach(), rtol=1e-12, atol=0.0)
         torch.testing.assert_close(summed.value, total.detach(), rtol=1e-12, atol=0.0)
         outputs = grad.to(FP64) * total / whole + (0.0 if grad_sum is None else grad_sum.to(FP64) * total)
@@ -56,15 +52,13 @@ def test_normalised_loss_and_its_gradient_by_autograd(label: str) -> None:
 
 
 def test_counts_are_unlike_and_whole() -> None:
-    problem = problems.get(23)
     for label in ("ragged_bf16", "idle_fp32", "many_tokens_fp32", "few_global_tokens_fp32"):
-        case = problem.case("small", label, 4)
-        inputs = arguments(case)
+        _, inputs = drawn(23, label)
         counts = [int(args[1]) for args in inputs]
         assert all(args[1].dtype == args[2].dtype == torch.int64 for args in inputs)
         assert len({int(args[2]) for args in inputs}) == 1
         assert max(counts) > 3 * min(counts) and (counts[0] == 0) == (label == "idle_fp32")
-    assert int(arguments(problem.case("small", "many_tokens_fp32", 2))[0][1]) > 2**24
+    assert int(drawn(23, "many_tokens_fp32", 2)[1][0][1]) > 2**24
 
 
 # Problem 24
@@ -83,15 +77,13 @@ def switch_loss(logits: torch.Tensor, top_k: int, weights: torch.Tensor) -> torc
     "label", ["plain_fp32", "masked_fp32", "masked_bf16", "many_experts_bf16", "collapsed_fp32", "disabled_experts_bf16"]
 )
 def test_balancing_loss_is_the_mean_of_local_losses(label: str) -> None:
-    problem = problems.get(24)
-    case = problem.case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(24, label)
     losses = []
     for logits, _, top_k, mask in inputs:
         whole = logits if isinstance(logits, torch.Tensor) else torch.cat(logits)
         weights = torch.ones(len(whole)) if mask is None else mask.flatten().repeat(len(logits))
         losses.append(switch_loss(whole, top_k, weights.to(FP64)))
-    expected = problem.oracle(case, inputs, 0)
+    expected = oracle(case, inputs)
     mean = torch.stack(losses).mean()
     assert float(expected.low) - 1e-12 <= float(mean) <= float(expected.high) + 1e-12
     if case.dtype == FP32:
@@ -125,8 +117,7 @@ def test_least_and_largest_loss_over_all_choices_among_ties(top_k: int) -> None:
 
 def test_skew_differs_between_ranks_and_calls() -> None:
     """Else a rank's own loss, or the one of the call before, would do."""
-    problem = problems.get(24)
-    case = problem.cases("pkb", 4)[0]
+    case = problems.get(24).cases("pkb", 4)[0]
     calls = [[float(local_loss(args[0], torch.ones(len(args[0])), 2, 0.0)[0]) for args in arguments(case, block)] for block in range(6)]
     assert all(max(losses) > 1.3 * min(losses) and min(losses) > 2.0 and max(losses) < 8.0 for losses in calls)
     means = [sum(losses) / 4 for losses in calls]
@@ -138,11 +129,8 @@ def test_no_regular_sample_of_tokens_has_the_popularity_of_all(world_size: int) 
     """Where tokens' places mean nothing every sample passes: the bfloat16 tolerance is wider than the error of so many tokens' mean."""
     problem = problems.get(24)
     case = problem.case("production_mixtral_8x7b", "bf16", world_size)
-    wrong = [
-        null
-        for null in problem.known_wrong_answers
-        if null.name in ("every_other", "every_fourth", "every_fourth_in_turn", "sixteenth_in_turn")
-    ]
+    samples = {"every_other", "every_fourth", "every_fourth_in_turn", "sixteenth_in_turn"}
+    wrong = [null for null in problem.known_wrong_answers if null.name in samples]
     assert len(wrong) == 4 and all(null.applies(case) for null in wrong)
     for uneven in (True, False):
         drawn = replace(case, params={**case.params, "uneven": uneven})
@@ -171,11 +159,9 @@ def test_tokens_collapse_in_every_layer_but_not_padding() -> None:
 
 
 def test_a_mask_of_zeros_gives_nan_everywhere() -> None:
-    problem = problems.get(24)
-    case = problem.case("small", "nothing_valid_fp32", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(24, "nothing_valid_fp32", 2)
     assert not inputs[1][3].any() and inputs[0][3].any() and not inputs[0][3].all(1).all()
-    assert all(problem.oracle(case, inputs, rank).value.isnan() for rank in range(2))
+    assert all(expected.value.isnan() for expected in oracles(case, inputs))
 
 
 # Problem 25
@@ -185,9 +171,7 @@ def test_a_mask_of_zeros_gives_nan_everywhere() -> None:
     "label", ["plain_fp32", "six_tokens_fp32", "silent_rank_bf16", "clamped_fp32", "ignore_zero_bf16", "wide_logprobs_bf16"]
 )
 def test_policy_loss_token_by_token(label: str) -> None:
-    problem = problems.get(25)
-    case = problem.case("small", label, 2)
-    inputs = arguments(case)
+    case, inputs = drawn(25, label, 2)
     gradients, ratios, divergences, entropies = [], [], [], []
     per_rank = []
     for hidden, weight, labels, old, advantages, *ignore in inputs:
@@ -210,30 +194,26 @@ def test_policy_loss_token_by_token(label: str) -> None:
         per_rank.append(torch.tensor(tokens, dtype=FP64))
     count = len(ratios)
     metrics = [sum(ratios) / count, min(ratios), max(ratios), sum(divergences) / count, sum(entropies) / count]
-    for rank, tokens in enumerate(per_rank):
-        loss, nothing, lp, pg, got = problem.oracle(case, inputs, rank)
+    for tokens, (loss, nothing, lp, pg, got) in zip(per_rank, oracles(case, inputs), strict=True):
         assert nothing is None and lp.dtype == case.dtype
         torch.testing.assert_close(lp.value.flatten(), tokens[:, 0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(pg.value.flatten(), tokens[:, 1], rtol=1e-9, atol=0.0)
         assert float(loss.value) == pytest.approx(sum(gradients) / count, rel=1e-9)
         assert got.value.tolist() == pytest.approx(metrics, rel=1e-9)
+        assert label != "wide_logprobs_bf16" or pg.dtype == FP32
     assert label != "clamped_fp32" or (max(ratios) == math.exp(20) and min(ratios) == math.exp(-20))
-    assert label != "wide_logprobs_bf16" or problem.oracle(case, inputs, 0)[3].dtype == FP32
 
 
 def test_without_valid_tokens_all_but_the_extremes_is_zero() -> None:
-    problem = problems.get(25)
-    case = problem.case("small", "none_valid_fp32", 2)
-    loss, _, lp, pg, metrics = problem.oracle(case, arguments(case), 0)
+    loss, _, lp, pg, metrics = oracle(*drawn(25, "none_valid_fp32", 2))
     assert loss.value == 0 and not lp.value.any() and not pg.value.any()
     assert metrics.value.tolist() == [0.0, math.inf, -math.inf, 0.0, 0.0]
 
 
 def test_error_model_covers_rounded_logits() -> None:
     """Logits, log-probabilities and sums of exponentials rounded to bfloat16: never beyond the bound, and not far below it either."""
-    case = problems.get(25).case("small", "plain_bf16", 2)
     worst = 0.0
-    for hidden, weight, labels, old, advantages, ignore in arguments(case):
+    for hidden, weight, labels, old, advantages, ignore in drawn(25, "plain_bf16", 2)[1]:
         states, flat = hidden.flatten(0, -2), labels.flatten()
         tokens = evaluate(states, weight, flat, old.flatten(), advantages.flatten(), ignore)
         logits = (states.to(FP32) @ weight.to(FP32).t()).to(BF16).to(FP32)
@@ -248,9 +228,8 @@ def test_error_model_covers_rounded_logits() -> None:
 
 def test_policy_inputs_are_worth_a_loss() -> None:
     """Sampled tokens' probabilities, log-ratios that are not clamped, and unlike numbers of valid tokens."""
-    case = problems.get(25).case("small", "plain_fp32", 4)
     counts = []
-    for hidden, weight, labels, old, advantages, ignore in arguments(case):
+    for hidden, weight, labels, old, advantages, ignore in drawn(25, "plain_fp32")[1]:
         tokens = evaluate(hidden.flatten(0, -2), weight, labels.flatten(), old.flatten(), advantages.flatten(), ignore)
         probabilities = tokens.log_probability[tokens.valid].exp()
         assert probabilities.quantile(0.1) < 0.2 and probabilities.quantile(0.9) > 0.6
@@ -264,11 +243,9 @@ def test_policy_inputs_are_worth_a_loss() -> None:
 
 def test_gradients_are_summed_one_by_one_within_their_group() -> None:
     problem = problems.get(30)
-    case = problem.case("small", "strided_group_bf16", 4)
+    case, inputs = drawn(30, "strided_group_bf16")
     assert [list(members) for members in problem.process_groups(case)["strided"]] == [[0, 2], [1, 3]]
-    inputs = arguments(case)
-    for rank in range(4):
-        answers = problem.oracle(case, inputs, rank)
+    for rank, answers in enumerate(oracles(case, inputs)):
         assert [answer.name for answer in answers] == list(problem.parameters[:3])
         for index, answer in enumerate(answers):
             want = sum(inputs[q][index].to(FP64) for q in (rank % 2, rank % 2 + 2))

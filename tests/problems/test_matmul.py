@@ -11,7 +11,7 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.contract import score
 from peerlane.problems.families.attention import attention
-from problem_cases import arguments, drawn, oracles, wide
+from problem_cases import arguments, costs, drawn, oracles, wide
 
 FP64 = torch.float64
 
@@ -35,18 +35,15 @@ def test_partial_products_added_one_by_one_are_right(number: int, world_size: in
 
 def test_rms_norm_sends_no_more_than_two_collectives() -> None:
     """A direct exchange of one float32 per row with 7 peers takes 28 KB; the least is 2/8 of it."""
-    problem = problems.get(18)
-    cost = problem.cost(problem.cases("pkb", 8)[0], 0)
+    cost = costs(18, "pkb")[0]
     assert cost.egress_bytes == cost.ingress_bytes == 7 * 1024 * 4 * 2 / 8
 
 
 def test_causal_attention_costs_add_up_over_the_ring() -> None:
     """Every byte sent is received, and the pairs of all ranks are the triangle of the whole sequence."""
-    problem = problems.get(54)
-    case = problem.cases("production_llama2_7b_16k", 8)[0]
-    costs = [problem.cost(case, rank) for rank in range(8)]
-    assert sum(cost.egress_bytes for cost in costs) == sum(cost.ingress_bytes for cost in costs)
-    assert sum(cost.flops["bf16"] for cost in costs) == 4 * 32 * 128 * (16384 * 16385 / 2)
+    found = costs(54, "production_llama2_7b_16k")
+    assert sum(cost.egress_bytes for cost in found) == sum(cost.ingress_bytes for cost in found)
+    assert sum(cost.flops["bf16"] for cost in found) == 4 * 32 * 128 * (16384 * 16385 / 2)
 
 
 @pytest.mark.parametrize("number", [11, 12])
@@ -88,9 +85,8 @@ def test_column_blocks_use_the_a_of_their_own_rank() -> None:
 
 
 def test_only_a_replicated_a_is_equal_on_all_ranks() -> None:
-    problem = problems.get(14)
     for label, equal in (("replicated_a_bf16", True), ("tile_bf16", False)):
-        first, second = (args[0] for args in arguments(problem.case("small", label, 2)))
+        first, second = (args[0] for args in drawn(14, label, 2)[1])
         assert torch.equal(first, second) == equal
 
 
@@ -132,9 +128,8 @@ def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None
 
 
 def test_attention_oracle_stays_within_the_group() -> None:
-    case = problems.get(54).case("small", "interleaved_groups_bf16", 4)
+    case, inputs = drawn(54, "interleaved_groups_bf16")
     assert problems.get(54).process_groups(case) == {"context": [[0, 2], [1, 3]]}
-    inputs = arguments(case)
     answers = oracles(case, inputs)
     for ring in ([0, 2], [1, 3]):
         got = torch.cat([answers[rank].value for rank in ring], dim=1)

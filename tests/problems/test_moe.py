@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,25 +13,15 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.families import moe, moe_layer
 from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
-from problem_cases import arguments, drawing, drawn
+from problem_cases import arguments, costs, drawing, drawn, members, oracles, small
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
-
-
-def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4), marks: Any = ()) -> list[Any]:
-    return [
-        pytest.param(case, id=case.key, marks=marks)
-        for number in numbers
-        for world in worlds
-        for variant in problems.get(number).variants
-        for case in problems.get(number).cases("small", world, variant)
-    ]
+small_cases = partial(small, variant=None)
 
 
 def test_a_single_rank_without_peers_sends_nothing() -> None:
-    problem = problems.get(51)
-    cost = problem.cost(problem.cases("pkb", 2)[0], 0)
+    cost = costs(51, "pkb", 2)[0]
     assert cost.egress_bytes == cost.ingress_bytes == 0
 
 
@@ -111,10 +102,6 @@ def test_chunks_in_the_other_order_and_back() -> None:
     assert moe.chunk_order(torch.zeros(2, 2, dtype=torch.int64), 0).numel() == 0
 
 
-def members(case: Case, rank: int) -> list[int]:
-    return list(moe_layer.group_members(case, rank))
-
-
 @pytest.mark.parametrize("case", small_cases(28))
 def test_splits_are_those_that_problem_26_finds(case: Case) -> None:
     """For masks that are consistent; the public benchmark's, in variant pkb, are not."""
@@ -132,9 +119,8 @@ def test_splits_are_those_that_problem_26_finds(case: Case) -> None:
 def test_dispatch_and_combination_of_halves_give_the_tokens_back(case: Case) -> None:
     """Problem 29 undoes problem 28 if experts do nothing and weights add up to one."""
     inputs = arguments(case)
-    dispatched = [problems.get(28).oracle(case, inputs, rank) for rank in range(case.world_size)]
     combined = []
-    for args, (rows, routing_map, mapping, shape) in zip(inputs, dispatched, strict=True):
+    for args, (rows, routing_map, mapping, shape) in zip(inputs, oracles(case, inputs), strict=True):
         tokens = args[0].reshape(-1, args[0].shape[-1])
         chosen = (args[1] != 0).to(torch.int64)
         selected = chosen.argmax(0).t()  # (T, slots)
@@ -154,8 +140,7 @@ def test_integer_sums_of_rows_stay_exact_in_bfloat16() -> None:
     for item in small_cases(29):
         case = item.values[0]
         inputs = [problem.inputs(case, rank, drawing(case, rank, kind="integer")) for rank in range(case.world_size)]
-        for rank in range(case.world_size):
-            expected = problem.oracle(case, inputs, rank)
+        for expected in oracles(case, inputs):
             assert expected.value.abs().sum() == 0 or expected.magnitude.max() <= 256
 
 
@@ -204,18 +189,15 @@ def test_layer_oracle_is_a_loop_over_tokens_and_experts(number: int, label: str,
 def test_layer_with_zero_factors_is_the_layer_without() -> None:
     case, inputs = drawn(32, "zero_factors_bf16", 2)
     bare = [(*args[:6], *args[-3:]) for args in inputs]
-    for rank in range(2):
-        assert torch.equal(problems.get(32).oracle(case, inputs, rank).value, problems.get(31).oracle(case, bare, rank).value)
+    for rank, expected in enumerate(oracles(case, inputs)):
+        assert torch.equal(expected.value, problems.get(31).oracle(case, bare, rank).value)
 
 
 def test_a_block_is_a_world_of_its_own() -> None:
-    case = problems.get(51).case("small", "two_each_bf16", 4)
+    case, inputs = drawn(51, "two_each_bf16")
     alone = Case(31, case.preset, case.label, 2, case.dtype, params={**case.params, "replicas": 1})
-    inputs = arguments(case)
-    for first in (0, 2):
-        for place in (0, 1):
-            got = problems.get(51).oracle(case, inputs, first + place).value
-            assert torch.equal(got, problems.get(31).oracle(alone, inputs[first : first + 2], place).value)
+    for expected, want in zip(oracles(case, inputs), oracles(alone, inputs[:2]) + oracles(alone, inputs[2:]), strict=True):
+        assert torch.equal(expected.value, want.value)
 
 
 def chosen_gap(hidden: torch.Tensor, gate_weight: torch.Tensor, gate_bias: torch.Tensor | None, k: int, dtype: torch.dtype) -> Any:
@@ -252,33 +234,28 @@ def test_production_routing_has_its_gap(experts: int, k: int, hidden: int) -> No
     assert float(sizes.max() / sizes.min()) > 200, "their channels do not"
 
 
-def chosen_counts(case: Case) -> torch.Tensor:
+def chosen_counts(number: int, label: str) -> torch.Tensor:
     """Rows per rank and expert, (W, E), by what the router really does."""
     counts = []
-    for args in arguments(case):
+    for args in drawn(number, label)[1]:
         hidden = args[0].reshape(-1, args[0].shape[-1])
         counts.append(chosen_gap(hidden, args[1], args[2], args[-2], FP64)[0].sum(0))
     return torch.stack(counts)
 
 
 def test_patterns_of_routing() -> None:
-    def counts(number: int, label: str) -> torch.Tensor:
-        return chosen_counts(problems.get(number).case("small", label, 4))
-
-    balanced = counts(49, "balanced_bf16")
+    balanced = chosen_counts(49, "balanced_bf16")
     assert balanced.tolist() == [[24.0] * 4, [0.0] * 4, [10.0] * 4, [16.0] * 4]
-    assert torch.equal(counts(49, "own_bf16"), torch.diag(torch.tensor([96.0, 0.0, 40.0, 64.0], dtype=FP64)))
-    assert (counts(49, "one_rank_bf16").sum(0) > 0).sum() == 1
-    assert (counts(49, "dead_expert_bf16").sum(0) == 0).sum() == 1
-    skewed = counts(31, "skewed_bf16").sum(0)
+    assert torch.equal(chosen_counts(49, "own_bf16"), torch.diag(torch.tensor([96.0, 0.0, 40.0, 64.0], dtype=FP64)))
+    assert (chosen_counts(49, "one_rank_bf16").sum(0) > 0).sum() == 1
+    assert (chosen_counts(49, "dead_expert_bf16").sum(0) == 0).sum() == 1
+    skewed = chosen_counts(31, "skewed_bf16").sum(0)
     assert (skewed == 0).sum() >= 1 and skewed.max() > 2 * skewed.mean()
 
 
 def test_tokens_of_both_patterns_over_ranks() -> None:
-    problem = problems.get(50)
     for label, ranks in (("together_bf16", 1), ("spread_bf16", 2)):
-        case = problem.case("small", label, 4)
-        for args in arguments(case):
+        for args in drawn(50, label)[1]:
             if args[0].numel():
                 chosen, _ = chosen_gap(*args[:3], 2, FP64)
                 assert (chosen.view(-1, 4, 4).amax(2).sum(1) == ranks).all()

@@ -16,7 +16,7 @@ from peerlane.problems.families.clipping import draw_gradients, draw_split, shar
 from peerlane.problems.families.optimizer import Adam, Output, Training, rank_gradients, step_expected
 from peerlane.problems.families.training_step import StepModel, parameter_count, shapes_of
 from peerlane.problems.p021_clip_grad_norm_no_ep import entries
-from problem_cases import arguments, drawn, wide
+from problem_cases import arguments, costs, drawn, wide
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -36,15 +36,11 @@ def test_a_second_case_has_its_own_cost() -> None:
 # Problem, published bytes in MB per rank but rank 0 with a broadcast and two collectives, one after the other.
 @pytest.mark.parametrize(("number", "published"), [(40, 2.5), (41, 1.45), (42, 1.45)])
 def test_steps_need_no_more_than_separate_collectives_send(number: int, published: float) -> None:
-    problem = problems.get(number)
-    cost = problem.cost(problem.cases("pkb", 8)[0], 3)
-    assert 0.7 * published * 1e6 < cost.ingress_bytes < published * 1.01e6
+    assert 0.7 * published * 1e6 < costs(number, "pkb")[3].ingress_bytes < published * 1.01e6
 
 
 def test_layer_norm_sends_two_sums() -> None:
-    problem = problems.get(9)
-    cost = problem.cost(problem.cases("pkb", 8)[0], 0)
-    assert cost.egress_bytes == 2 * 7 / 8 * 2 * 1024 * 2
+    assert costs(9, "pkb")[0].egress_bytes == 2 * 7 / 8 * 2 * 1024 * 2
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_layer_norm_gradients_are_autograds(label: str) -> None:
 
 
 def test_normalised_rows_are_those_of_layer_norm() -> None:
-    (x_hat, _), *_ = arguments(problems.get(9).case("small", "ragged_fp32", 2))
+    (x_hat, _), *_ = drawn(9, "ragged_fp32", 2)[1]
     torch.testing.assert_close(x_hat.mean(1), torch.zeros(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(x_hat.square().mean(1), torch.ones(3), atol=1e-3, rtol=0)
 
@@ -140,14 +136,12 @@ def test_gradients_have_the_norms_that_were_drawn(norm_type: float) -> None:
 
 
 def test_infinite_norms_make_gradients_zero_and_nan_leaves_them() -> None:
-    problem = problems.get(21)
-    case = problem.case("small", "infinite", 2)
-    got = values(case, arguments(case), 0)
+    case, inputs = drawn(21, "infinite", 2)
+    got = values(case, inputs, 0)
     assert got.pop("norm").isinf()
     joined = torch.cat([item.reshape(-1) for item in got.values()])
     assert int(joined.isnan().sum()) == 1 and not joined.nan_to_num().any()
-    case = problem.case("small", "nan", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(21, "nan", 2)
     got = values(case, inputs, 1)
     assert got.pop("norm").isnan()
     assert torch.equal(torch.cat([item.reshape(-1) for item in got.values()]), flat(inputs[1][0]))

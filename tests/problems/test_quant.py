@@ -13,7 +13,7 @@ from peerlane import problems
 from peerlane.problems.contract import Case, Expected, Tolerance, compare_exact, exactly, rounded, score
 from peerlane.problems.families import quant
 from peerlane.problems.families.interval import Interval, comparison
-from problem_cases import arguments, drawn
+from problem_cases import arguments, costs, drawn, oracle, oracles
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -37,9 +37,7 @@ def ratio(case: Case, got: Any, expected: Any) -> float:
 
 
 def test_on_two_ranks_sending_all_codes_is_cheaper() -> None:
-    problem = problems.get(44)
-    case = problem.cases("pkb", 2)[0]
-    assert problem.cost(case, 0).egress_bytes == 1048576 + 4 * 8192
+    assert costs(44, "pkb", 2)[0].egress_bytes == 1048576 + 4 * 8192
 
 
 def test_every_production_size_divides_among_the_ranks() -> None:
@@ -62,14 +60,11 @@ def test_all_e4m3_numbers_are_known_and_rounded_to_themselves() -> None:
 
 @pytest.mark.parametrize("label", ["ragged_bf16", "three_axes_fp32", "hard_bf16", "hard_fp32"])
 def test_codes_are_the_nearest_to_the_exact_quotient(label: str) -> None:
-    problem = problems.get(19)
-    case = problem.case("small", label, 2)
-    inputs = arguments(case)
-    codes, scales = problem.oracle(case, inputs, 0)
+    case, inputs = drawn(19, label, 2)
+    codes, scales = oracle(case, inputs)
     size = case.params.get("block", 128)
     blocks = torch.cat([args[0].to(FP64).reshape(-1, size) for args in inputs]).tolist()
-    outputs = (codes.value.to(FP32).reshape(-1, size).tolist(), codes.low.to(FP32).view(-1, size), codes.high.to(FP32).view(-1, size))
-    values, low, high = outputs[0], outputs[1].tolist(), outputs[2].tolist()
+    values, low, high = (part.to(FP32).reshape(-1, size).tolist() for part in (codes.value, codes.low, codes.high))
     open_ = 0
     for block, scale, *rows in zip(blocks, scales.value.flatten().tolist(), values, low, high, strict=True):
         if math.inf in block:
@@ -90,9 +85,8 @@ def test_codes_are_the_nearest_to_the_exact_quotient(label: str) -> None:
 
 
 def test_one_wrong_code_is_found_and_ties_may_go_either_way() -> None:
-    problem = problems.get(19)
-    case = problem.case("small", "hard_fp32", 2)
-    expected = problem.oracle(case, arguments(case), 0)
+    case, inputs = drawn(19, "hard_fp32", 2)
+    expected = oracle(case, inputs)
     codes, scales = rounded(expected)
     assert ratio(case, (codes, scales), expected) <= 1
     low, high = expected[0].low.view(torch.uint8), expected[0].high.view(torch.uint8)
@@ -107,10 +101,7 @@ def test_one_wrong_code_is_found_and_ties_may_go_either_way() -> None:
 
 
 def test_an_infinity_leaves_the_next_block_alone() -> None:
-    problem = problems.get(19)
-    case = problem.case("small", "hard_bf16", 2)
-    inputs = arguments(case)
-    _, scales = problem.oracle(case, inputs, 0)
+    _, scales = oracle(*drawn(19, "hard_bf16", 2))
     infinite = scales.value.flatten().isinf()
     assert infinite.any() and not infinite.roll(1)[infinite].any()
     assert scales.value.flatten()[infinite.roll(1)].isfinite().all()
@@ -121,12 +112,10 @@ def test_an_infinity_leaves_the_next_block_alone() -> None:
 
 @pytest.mark.parametrize("label", ["all_codes_fp8", "flat_scales_fp8", "one_axis_bf16"])
 def test_products_are_those_of_elements_and_their_blocks(label: str) -> None:
-    problem = problems.get(20)
-    case = problem.case("small", label, 2)
-    inputs = arguments(case)
+    case, inputs = drawn(20, label, 2)
     size = case.params.get("block", 128)
-    for rank in range(2):
-        received = problem.oracle(case, inputs, rank).value.flatten(1)
+    for rank, expected in enumerate(oracles(case, inputs)):
+        received = expected.value.flatten(1)
         for source, (y, scales, *_) in enumerate(inputs):
             flat, factors, elements = y.to(FP64).flatten(), scales.to(FP64).flatten(), y[0].numel()
             for place in range(0, elements, 37):
@@ -137,13 +126,9 @@ def test_products_are_those_of_elements_and_their_blocks(label: str) -> None:
 
 
 def test_a_payload_has_all_codes_and_extreme_scales_overflow() -> None:
-    problem = problems.get(20)
-    case = problem.case("small", "all_codes_fp8", 4)
-    payload = torch.cat([args[0].view(torch.uint8).flatten() for args in arguments(case)])
+    payload = torch.cat([args[0].view(torch.uint8).flatten() for args in drawn(20, "all_codes_fp8")[1]])
     assert len(payload.unique()) == 256
-    extreme = problem.case("small", "extreme_fp8", 2)
-    inputs = arguments(extreme)
-    answers = torch.cat([problem.oracle(extreme, inputs, rank).value for rank in range(2)])
+    answers = torch.cat([expected.value for expected in oracles(*drawn(20, "extreme_fp8", 2))])
     finite = answers[answers.isfinite() & (answers != 0)].abs()
     assert answers.isinf().any() and answers.isnan().any() and (answers == 0).any()
     assert finite.min() >= torch.finfo(FP32).tiny
@@ -155,10 +140,8 @@ def test_a_payload_has_all_codes_and_extreme_scales_overflow() -> None:
 @pytest.mark.parametrize("label", ["ragged_bf16", "one_short_block_fp32", "two_axes_bf16", "floor_fp32", "ties_bf16"])
 def test_mean_of_nearest_integer_codes(label: str) -> None:
     """Exact rational arithmetic on float32 scales; Python's round is half-even."""
-    problem = problems.get(44)
-    case = problem.case("small", label, 2)
-    inputs = arguments(case)
-    expected = problem.oracle(case, inputs, 1)
+    case, inputs = drawn(44, label, 2)
+    expected = oracle(case, inputs, 1)
     size, flats = case["block"], [args[0].to(FP64).flatten().tolist() for args in inputs]
     value, low, high = (part.flatten().tolist() for part in (expected.value, expected.low, expected.high))
     for place in range(0, len(value), 11):
@@ -176,27 +159,23 @@ def test_mean_of_nearest_integer_codes(label: str) -> None:
 
 
 def test_a_code_that_is_one_off_is_found_unless_it_is_a_tie() -> None:
-    problem = problems.get(44)
-    case = problem.case("small", "ragged_fp32", 4)
-    inputs = arguments(case)
-    expected = problem.oracle(case, inputs, 0)
+    case, inputs = drawn(44, "ragged_fp32")
+    expected = oracle(case, inputs)
     answer = rounded(expected)
     step = inputs[2][0][:64].abs().max() / 127 / 4
     for place in (3, 17, 40):
         wrong = answer.clone()
         wrong[place] += step
         assert ratio(case, wrong, expected) > 1000
-    ties = problem.case("small", "ties_bf16", 4)
-    expected = problem.oracle(ties, arguments(ties), 0)
+    ties, inputs = drawn(44, "ties_bf16")
+    expected = oracle(ties, inputs)
     assert (expected.low < expected.high).float().mean() > 0.2
     for bound in (expected.low, expected.high):
         assert ratio(ties, bound.to(BF16), expected) <= 1
 
 
 def test_nan_and_infinity_take_their_whole_block_and_no_other() -> None:
-    problem = problems.get(44)
-    case = problem.case("small", "special_bf16", 4)
-    value = problem.oracle(case, arguments(case), 2).value
+    value = oracle(*drawn(44, "special_bf16"), rank=2).value
     assert value[:64].isnan().all() and value[15 * 64 :].isnan().all() and value[64 : 15 * 64].isfinite().all()
 
 
@@ -231,10 +210,8 @@ def test_history_in_bfloat16_may_round_the_amax_down() -> None:
 
 @pytest.mark.parametrize("label", ["history_4_bf16", "bf16_history_fp32", "rank_scale_bf16", "outlier_bf16", "ties_bf16"])
 def test_gathered_parameters_are_nearest_codes_times_scale(label: str) -> None:
-    problem = problems.get(53)
-    case = problem.case("small", label, 2)
-    inputs = arguments(case)
-    full, _ = problem.oracle(case, inputs, 0)
+    case, inputs = drawn(53, label, 2)
+    full, _ = oracle(case, inputs)
     length = inputs[0][0].numel()
     for rank, (flat, history) in enumerate(inputs):
         entries = [*history[1:].tolist(), flat.abs().max().to(history.dtype).item()]
@@ -251,19 +228,15 @@ def test_gathered_parameters_are_nearest_codes_times_scale(label: str) -> None:
 
 
 def test_scattered_means_are_those_of_the_gathered_vectors() -> None:
-    problem = problems.get(52)
-    case = problem.case("small", "history_4_bf16", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(52, "history_4_bf16")
     trips = torch.stack([quant.fp8_round_trip(*args)[0].to(FP64) for args in inputs]).mean(0)
-    shards = torch.cat([problem.oracle(case, inputs, rank)[0].value for rank in range(4)])
+    shards = torch.cat([shard.value for shard, *_ in oracles(case, inputs)])
     torch.testing.assert_close(shards, trips, rtol=1e-12, atol=0.0)
 
 
 def test_inputs_have_codes_of_every_kind() -> None:
     """Normal numbers, subnormal ones and zeros: only then can the tolerance of a bfloat16 sum tell 4 bits from 8."""
-    problem = problems.get(52)
-    case = problem.cases("pkb", 2)[0]
-    for flat, history in arguments(case):
+    for flat, history in arguments(problems.get(52).cases("pkb", 2)[0]):
         quotients = flat.to(FP64).abs() / quant.exact_scale(quant.push_history(flat, history))
         assert history[0] > 2 * flat.abs().max()
         for part in (quotients > 2**-6, (quotients <= 2**-6) & (quotients > 2**-10), quotients < 2**-10):
@@ -279,16 +252,14 @@ def test_history_and_current_amax_decide_the_scale_by_turns(world_size: int) -> 
 
 @pytest.mark.parametrize("label", ["nan_bf16", "inf_fp32"])
 def test_one_poisoned_element_poisons_its_rank_alone(label: str) -> None:
-    case, inputs = drawn(53, label)
-    full, history = problems.get(53).oracle(case, inputs, 3)
+    (_, first_history), *_, (full, history) = oracles(*drawn(53, label))
     blocks = full.value.view(4, -1)
     assert blocks[3].isnan().all() and blocks[:3].isfinite().all()
-    assert not history.value[-1].isfinite() and problems.get(53).oracle(case, inputs, 0)[1].value.isfinite().all()
+    assert not history.value[-1].isfinite() and first_history.value.isfinite().all()
 
 
 def test_idle_rank_hits_the_floor_and_gives_zeros() -> None:
-    case = problems.get(53).case("small", "idle_bf16", 2)
-    full, history = problems.get(53).oracle(case, arguments(case), 0)
+    full, history = oracle(*drawn(53, "idle_bf16", 2))
     assert not full.value.view(2, -1)[0].any() and full.value.view(2, -1)[1].any() and not history.value.any()
 
 

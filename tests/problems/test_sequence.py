@@ -10,36 +10,29 @@ import torch
 import torch.nn.functional as F
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
+from peerlane.problems import Case
 from peerlane.problems import p010_embedding_lookup as embedding
-from peerlane.problems.p036_ulysses_gather_seq_scatter_heads import PROBLEM as GATHER_SEQUENCE
-from peerlane.problems.p037_ulysses_gather_heads_scatter_seq import PROBLEM as GATHER_HEADS
-from problem_cases import arguments, drawn
+from problem_cases import arguments, attention_layer, drawing, drawn, oracles
 
 FP64 = torch.float64
 
 
 def values(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
     """Every rank's single output before rounding."""
-    return [problems.get(case.problem).oracle(case, inputs, rank).value for rank in range(case.world_size)]
+    return [expected.value for expected in oracles(case, inputs)]
 
 
-def small(number: int, label: str, world_size: int = 4) -> Case:
-    return problems.get(number).case("small", label, world_size)
-
-
-def numbered(case: Case) -> list[tuple[Any, ...]]:
-    """The case's arguments with a tensor whose every element, over all ranks, is another integer."""
-    inputs = arguments(case)
+def numbered(number: int, label: str) -> tuple[Case, list[tuple[Any, ...]]]:
+    """A small case's arguments with a tensor whose every element, over all ranks, is another integer."""
+    case, inputs = drawn(number, label)
     first = itertools.accumulate((args[0].numel() for args in inputs), initial=0)
     tensors = [torch.arange(start, start + args[0].numel()).view(args[0].shape) for start, args in zip(first, inputs, strict=False)]
-    return [(tensor, *args[1:]) for tensor, args in zip(tensors, inputs, strict=True)]
+    return case, [(tensor, *args[1:]) for tensor, args in zip(tensors, inputs, strict=True)]
 
 
 @pytest.mark.parametrize("label", ["scatter_third_bf16", "scatter_second_bf16", "same_axis_bf16", "negative_int32", "vector_int64"])
 def test_exchanged_pieces_element_by_element(label: str) -> None:
-    case = small(33, label)
-    inputs = numbered(case)
+    case, inputs = numbered(33, label)
     for rank, output in enumerate(values(case, inputs)):
         x, scatter_dim, gather_dim, _ = inputs[0]
         scatter, gather = scatter_dim % x.dim(), gather_dim % x.dim()
@@ -54,8 +47,8 @@ def test_exchanged_pieces_element_by_element(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["padded_bf16", "packed_padded_bf16", "heads_first_int32", "short_bf16"])
 def test_scattered_sequence_element_by_element(label: str) -> None:
-    case = small(37, label)
-    inputs = [(args[0] + 1, *args[1:]) for args in numbered(case)]  # 0 is padding
+    case, inputs = numbered(37, label)
+    inputs = [(args[0] + 1, *args[1:]) for args in inputs]  # 0 is padding
     x, seq_dim, head_dim, _ = inputs[0]
     block, heads = -(-x.shape[seq_dim] // case.world_size), x.shape[head_dim]
     for rank, output in enumerate(values(case, inputs)):
@@ -70,10 +63,8 @@ def test_scattered_sequence_element_by_element(label: str) -> None:
 
 def test_out_of_attention_undoes_into_attention() -> None:
     """Problem 37 after 36 is the identity, and with a length that is no multiple of W zeros take the place of what was cut."""
-    into, out = GATHER_SEQUENCE.case("small", "padded_bf16", 4), GATHER_HEADS.case("small", "padded_bf16", 4)
-    inputs = numbered(into)
-    gathered = values(into, inputs)
-    back = values(out, [(whole, 1, 2, None) for whole in gathered])
+    into, inputs = numbered(36, "padded_bf16")
+    back = values(problems.get(37).case("small", "padded_bf16", 4), [(whole, 1, 2, None) for whole in values(into, inputs)])
     original = torch.cat([args[0] for args in inputs], dim=1)
     original[:, 4 * 3 - 1 :] = 0
     assert torch.equal(torch.cat(back, dim=1), original)
@@ -81,8 +72,7 @@ def test_out_of_attention_undoes_into_attention() -> None:
 
 @pytest.mark.parametrize("label", ["plain_bf16", "padded_bf16", "packed_padded_split_int32", "long_padding_fp32"])
 def test_fused_exchange_is_three_exchanges(label: str) -> None:
-    case = small(38, label)
-    inputs = numbered(case)
+    case, inputs = numbered(38, label)
     _, seq_dim, _, unpadded, restore = inputs[0]
     params = {"seq_dim": seq_dim, "head_dim": len(case["shape"]) - 1, "unpadded": (0, unpadded or 0)}
     exchange = Case(36, "small", "thirds", case.world_size, case.dtype, params=params)
@@ -94,17 +84,16 @@ def test_fused_exchange_is_three_exchanges(label: str) -> None:
 
 
 def test_gathers_follow_the_groups_order() -> None:
-    for number, axis in ((34, 0), (35, 0)):
-        case = small(number, "strided_group_bf16")
-        inputs = numbered(case)
+    for number in (34, 35):
+        case, inputs = numbered(number, "strided_group_bf16")
         answers = values(case, inputs)
         for members in ((0, 2), (1, 3)):
-            expected = torch.cat([inputs[rank][0] for rank in members], dim=axis)
+            expected = torch.cat([inputs[rank][0] for rank in members])
             assert all(torch.equal(answers[rank], expected) for rank in members)
 
 
 def test_unequal_lengths_change_places_between_slots() -> None:
-    case = small(35, "uneven_bf16")
+    case = problems.get(35).case("small", "uneven_bf16", 4)
     lengths = [[args[0].shape[0] for args in arguments(case, slot=slot)] for slot in range(8)]
     assert all(sorted(each) == [1, 3, 4, 6] for each in lengths)
     assert len({tuple(each) for each in lengths}) > 2
@@ -130,8 +119,7 @@ def test_embeddings_come_in_the_order_of_a_stable_sort_by_owner() -> None:
     answer = problems.get(10).oracle(case, [(ids, table[:8]), (ids, table[8:])], 0).value
     assert answer.flatten().tolist() == [0, 7, 1, 0, 15, 8]
     for label in ("uniform_bf16", "edges_bf16", "descending_bf16", "local_and_idle_bf16"):
-        other = small(10, label)
-        inputs = arguments(other)
+        other, inputs = drawn(10, label)
         whole = torch.cat([shard.view(torch.int16) for _, shard in inputs])
         for (own, _), answer in zip(inputs, values(other, inputs), strict=True):
             order = torch.argsort(own // 8, stable=True)
@@ -153,12 +141,12 @@ def test_zipf_draws_follow_their_distribution(exponent: float) -> None:
 
 @pytest.mark.parametrize("label", ["uniform_bf16", "zipf_bf16", "wide_bf16"])
 def test_costs_of_lookups_are_means_of_different_rows(label: str) -> None:
-    case = small(10, label, 2)
+    case = problems.get(10).case("small", label, 2)
     draws, rounds = 17, 400
     for owner in range(2):
         counted = 0
         for slot in range(rounds):
-            ids, _ = problems.get(10).inputs(case, 0, Draw(secret="unit", case_key=case.key, slot=slot, block=0, rank=0))
+            ids, _ = problems.get(10).inputs(case, 0, drawing(case, 0, slot=slot))
             assert ids.numel() == draws
             counted += ids[ids // 8 == owner].unique().numel()
         assert embedding.distinct(case, draws, owner) == pytest.approx(counted / rounds, rel=0.06)
@@ -193,8 +181,7 @@ def test_scattered_norm_is_rms_norm_of_the_mean(label: str) -> None:
 
 
 def test_norm_of_special_rows() -> None:
-    case = small(45, "special_fp32")
-    for answer in values(case, arguments(case)):
+    for answer in values(*drawn(45, "special_fp32")):
         poisoned, infinite, zero, *ordinary = answer
         assert poisoned.isnan().all()
         assert infinite.isnan().sum() == 1 and not infinite.nan_to_num().any()
@@ -213,26 +200,23 @@ def test_gathered_logits_are_one_linear_layer(label: str) -> None:
     assert whole.isneginf().any() == (label == "masked_bf16")
 
 
-def attention_block(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
-    """The whole sequence through torch's attention in float64, as a model without parallelism computes it."""
-    hidden = torch.cat([args[0].to(FP64) for args in inputs], dim=1)
+def attention_block(inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+    """The whole sequence of these ranks through the layer."""
     _, w_qkv, w_o, _, heads, causal = inputs[0]
-    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in F.linear(hidden, w_qkv.to(FP64)).chunk(3, dim=-1))
-    context = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-    return F.linear(context, w_o.to(FP64))
+    return attention_layer(torch.cat([args[0] for args in inputs], dim=1), w_qkv, w_o, heads, causal=causal)
 
 
 @pytest.mark.parametrize("label", ["full_bf16", "causal_bf16", "one_token_bf16", "one_head_causal_bf16", "large_scores_fp32"])
 def test_ulysses_attention_is_attention(label: str) -> None:
     case, inputs = drawn(39, label)
-    torch.testing.assert_close(torch.cat(values(case, inputs), dim=1), attention_block(case, inputs), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(torch.cat(values(case, inputs), dim=1), attention_block(inputs), rtol=1e-9, atol=1e-11)
 
 
 def test_ulysses_attention_stays_within_the_group() -> None:
     case, inputs = drawn(39, "strided_group_bf16")
     answers = values(case, inputs)
     for members in ((0, 2), (1, 3)):
-        whole = attention_block(case, [inputs[rank] for rank in members])
+        whole = attention_block([inputs[rank] for rank in members])
         torch.testing.assert_close(torch.cat([answers[rank] for rank in members], dim=1), whole, rtol=1e-9, atol=1e-11)
 
 

@@ -1,22 +1,23 @@
-"""Problems 83 and 84 beyond the contract: against the definition token by token and autograd, and what their comparisons let pass."""
+"""Problems 82 to 84 beyond the contract: against the definition token by token and autograd, and what their comparisons let pass."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
+from peerlane.problems import Case
 from peerlane.problems.contract import rounded
 from peerlane.problems.contract.judge import score
 from peerlane.problems.families.vocab import check_chunks, filter_in_own_dtype
 from peerlane.problems.families.vocab_logprob import log_probability_answer
 from peerlane.problems.p084_vocab_parallel_sampled_logprob_backward import gradient_answer
-from problem_cases import arguments, members, small
+from problem_cases import arguments, costs, members, oracles, small
+from ranks.pool import RankPool
 
-CHUNKED, BACKWARD = problems.get(83), problems.get(84)
+BACKWARD = problems.get(84)
 
 
 def kept(row: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
@@ -44,20 +45,24 @@ def whole_rows(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torc
     return torch.cat([inputs[q][0].double() for q in members(case, rank)], dim=-1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("case", small(83))
-def test_chunked_log_probabilities_follow_the_definition(case: Case) -> None:
+@pytest.mark.parametrize("case", [*(param for param in small(82) if "wide" not in param.id), *small(83)])
+def test_log_probabilities_follow_the_definition(case: Case) -> None:
     inputs = arguments(case)
-    for rank in range(case.world_size):
-        _, target, _, top_k, top_p, _ = inputs[rank]
+    for rank, expected in enumerate(oracles(case, inputs)):
+        _, target, _, top_k, top_p, *_ = inputs[rank]
         want = log_probabilities(whole_rows(case, inputs, rank), target.flatten(), top_k, top_p)
-        torch.testing.assert_close(CHUNKED.oracle(case, inputs, rank).value.flatten(), want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(expected.value.flatten(), want, rtol=1e-9, atol=1e-9)
+        # The definition's answer is always one that the comparison takes.
+        dropped = expected.value == -math.inf
+        assert bool((expected.may_drop | ~dropped).all()) and bool((expected.may_keep | dropped).all())
+        assert bool((dropped | ((expected.low <= expected.value) & (expected.value <= expected.high))).all())
 
 
 @pytest.mark.parametrize("case", small(84))
 def test_gradients_are_those_of_autograd(case: Case) -> None:
     """Where the filter drops the target, its log-probability is -inf; the gradient is then that of minus the normaliser."""
     inputs = arguments(case)
-    for rank in range(case.world_size):
+    for rank, expected in enumerate(oracles(case, inputs)):
         logits, target, upstream, _, top_k, top_p, _ = inputs[rank]
         whole = whole_rows(case, inputs, rank).requires_grad_()
         masks = torch.stack([kept(row, top_k, top_p) for row in whole.detach()])
@@ -67,7 +72,6 @@ def test_gradients_are_those_of_autograd(case: Case) -> None:
         (gradient,) = torch.autograd.grad(answer, whole, upstream.flatten().double())
         place, shard = members(case, rank).index(rank), logits.shape[-1]
         want = gradient[:, place * shard : (place + 1) * shard].reshape(logits.shape)
-        expected = BACKWARD.oracle(case, inputs, rank)
         torch.testing.assert_close(expected.value.double(), want, rtol=1e-6, atol=1e-14 * float(upstream.double().abs().max()))
         # The definition's answer is always one that the comparison takes.
         (result,) = BACKWARD.compare(case, want.float(), expected, "random")
@@ -84,46 +88,112 @@ def test_gradients_add_up_to_zero_or_to_minus_the_upstream_one(case: Case) -> No
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6 * float(upstream.double().abs().max()))
 
 
-def accepts(weights: Sequence[float], place: int, answer: float, *, target: int = 0, top_k: int | None = None, top_p: float = 1.0) -> bool:
-    """Whether rank 0 of 2 may return ``answer`` at ``place`` of its half of the vocabulary, for an upstream gradient of 2."""
-    shard = len(weights) // 2
-    case = Case(
-        84, "small", "any", 2, torch.float32, params={"batch": 1, "sequence": 2, "vocab": 2 * shard, "top_k": top_k, "top_p": top_p}
-    )
+def passes(
+    number: int, index: tuple[int, ...], answer: float, weights: Sequence[float], target: int, top_k: int | None, top_p: float | None
+) -> bool:
+    """Whether rank 0 may return ``answer`` there: all else is right, for two tokens of these weights and an upstream gradient of 2."""
+    shard, problem = len(weights) // 2, problems.get(number)
+    params = {"batch": 1, "sequence": 2, "vocab": 2 * shard, "top_k": top_k, "top_p": top_p}
+    case = Case(number, "small", "any", 2, torch.float32, params=params)
     logits = torch.tensor(weights, dtype=torch.float64).log().float().expand(1, 2, -1)
-    tokens, upstream = torch.tensor([[target, target]]), torch.full((1, 2), 2.0)
-    inputs = [(logits[..., part], tokens, upstream, None, top_k, top_p, 1) for part in (slice(shard), slice(shard, None))]
-    expected = BACKWARD.oracle(case, inputs, 0)
+    upstream, chunks = ([torch.full((1, 2), 2.0)], [1]) if number == 84 else ([], [])
+    inputs = [
+        (logits[..., part], torch.full((1, 2), target), *upstream, None, top_k, top_p, *chunks)
+        for part in (slice(shard), slice(shard, None))
+    ]
+    expected = problem.oracle(case, inputs, 0)
     got = rounded(expected)
-    got[0, 1, place] = answer
-    (result,) = BACKWARD.compare(case, got, expected, "random")
-    assert result.passed or result.index == (0, 1, place)
+    got[index] = answer
+    (result,) = problem.compare(case, got, expected, "random")
+    assert result.passed or result.index == index
     return bool(result.passed)
+
+
+def accepts(weights: Sequence[float], token: int, answer: float, top_k: int | None = None, top_p: float | None = 1.0) -> bool:
+    """Whether this may be the second token's log-probability."""
+    return passes(82, (0, 1), answer, weights, token, top_k, top_p)
+
+
+def accepts_gradient(weights: Sequence[float], place: int, answer: float, *, target: int = 0, top_p: float = 1.0) -> bool:
+    """Whether this may be the gradient at a place of the second token's half of the vocabulary."""
+    return passes(84, (0, 1, place), answer, weights, target, None, top_p)
+
+
+def test_a_clear_cut_has_one_answer() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    assert accepts(weights, 1, math.log(0.3 / 0.7), top_p=0.6)
+    assert not accepts(weights, 1, math.log(0.3 / 0.9), top_p=0.6)
+    assert not accepts(weights, 1, -math.inf, top_p=0.6)
+    assert accepts(weights, 2, -math.inf, top_p=0.6)
+    assert not accepts(weights, 2, math.log(0.2 / 0.9), top_p=0.6)
+    assert not accepts(weights, 2, math.nan, top_p=0.6)
+    assert not accepts(weights, 0, math.inf, top_p=0.6)
+
+
+def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    for top_p in (0.7, 0.69999, 0.70001):
+        assert accepts(weights, 2, -math.inf, top_p=top_p)
+        assert accepts(weights, 2, math.log(0.2 / 0.9), top_p=top_p)
+        assert accepts(weights, 0, math.log(0.4 / 0.7), top_p=top_p)
+        assert accepts(weights, 0, math.log(0.4 / 0.9), top_p=top_p)
+        assert not accepts(weights, 0, math.log(0.4), top_p=top_p)
+        assert not accepts(weights, 0, -math.inf, top_p=top_p)
+        assert not accepts(weights, 3, math.log(0.1), top_p=top_p)
+    for top_p in (0.6999, 0.7001):
+        assert accepts(weights, 2, -math.inf, top_p=top_p) == (top_p < 0.7)
+
+
+def test_equal_logits_at_the_cut_may_be_kept_or_dropped() -> None:
+    for token in range(4):
+        assert accepts([1.0] * 4, token, -math.inf, top_p=0.6)
+        assert accepts([1.0] * 4, token, math.log(1 / 3), top_p=0.6)
+        assert not accepts([1.0] * 4, token, math.log(1 / 4), top_p=0.6)
+        assert not accepts([1.0] * 4, token, math.log(1 / 2), top_p=0.6)
+    # Not if the cut is elsewhere.
+    assert not accepts([1.0, 1.0, 4.0, 4.0], 2, -math.inf, top_p=0.85)
+    assert accepts([1.0, 1.0, 4.0, 4.0], 0, -math.inf, top_p=0.85)
+
+
+def test_equal_logits_at_the_top_k_threshold_are_all_kept() -> None:
+    weights = [1.0, 2.0, 2.0, 3.0]
+    for token in (1, 2):
+        assert accepts(weights, token, math.log(2 / 7), top_k=2)
+        assert not accepts(weights, token, math.log(2 / 5), top_k=2)
+        assert not accepts(weights, token, -math.inf, top_k=2)
+    assert accepts(weights, 0, -math.inf, top_k=2)
+    assert not accepts(weights, 0, math.log(1 / 7), top_k=2)
+
+
+def test_the_largest_logit_is_never_dropped() -> None:
+    for top_p in (0.0, 1e-9, 0.5):
+        assert accepts([1.0, 1.0, 1.0, 9.0], 3, 0.0, top_p=top_p)
+        assert not accepts([1.0, 1.0, 1.0, 9.0], 3, -math.inf, top_p=top_p)
 
 
 def test_a_clear_cut_has_one_gradient() -> None:
     weights = [0.4, 0.3, 0.2, 0.1]
-    assert accepts(weights, 0, 2 * (1 - 4 / 7), top_p=0.6)
-    assert accepts(weights, 1, -2 * 3 / 7, top_p=0.6)
-    assert not accepts(weights, 1, 0.0, top_p=0.6)
-    assert not accepts(weights, 1, -2 * 0.3, top_p=0.6)
-    assert not accepts(weights, 0, -2 * 4 / 7, top_p=0.6)
+    assert accepts_gradient(weights, 0, 2 * (1 - 4 / 7), top_p=0.6)
+    assert accepts_gradient(weights, 1, -2 * 3 / 7, top_p=0.6)
+    assert not accepts_gradient(weights, 1, 0.0, top_p=0.6)
+    assert not accepts_gradient(weights, 1, -2 * 0.3, top_p=0.6)
+    assert not accepts_gradient(weights, 0, -2 * 4 / 7, top_p=0.6)
     # A target that is dropped gets nothing.
-    assert accepts(weights, 1, 0.0, target=1, top_p=0.3)
-    assert not accepts(weights, 1, 2.0, target=1, top_p=0.3)
-    assert accepts(weights, 0, -2.0, target=1, top_p=0.3)
+    assert accepts_gradient(weights, 1, 0.0, target=1, top_p=0.3)
+    assert not accepts_gradient(weights, 1, 2.0, target=1, top_p=0.3)
+    assert accepts_gradient(weights, 0, -2.0, target=1, top_p=0.3)
 
 
-def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
+def test_either_side_of_a_cut_has_its_gradient() -> None:
     weights = [0.4, 0.2, 0.3, 0.1]
     for top_p in (0.7, 0.69999, 0.70001):
-        assert accepts(weights, 1, 0.0, top_p=top_p)
-        assert accepts(weights, 1, -2 * 2 / 9, top_p=top_p)
-        assert accepts(weights, 0, 2 * (1 - 4 / 7), top_p=top_p)
-        assert accepts(weights, 0, 2 * (1 - 4 / 9), top_p=top_p)
-        assert not accepts(weights, 0, 0.0, top_p=top_p)
-    assert not accepts(weights, 1, -2 * 2 / 9, top_p=0.6999)
-    assert not accepts(weights, 1, 0.0, top_p=0.7001)
+        assert accepts_gradient(weights, 1, 0.0, top_p=top_p)
+        assert accepts_gradient(weights, 1, -2 * 2 / 9, top_p=top_p)
+        assert accepts_gradient(weights, 0, 2 * (1 - 4 / 7), top_p=top_p)
+        assert accepts_gradient(weights, 0, 2 * (1 - 4 / 9), top_p=top_p)
+        assert not accepts_gradient(weights, 0, 0.0, top_p=top_p)
+    assert not accepts_gradient(weights, 1, -2 * 2 / 9, top_p=0.6999)
+    assert not accepts_gradient(weights, 1, 0.0, top_p=0.7001)
 
 
 @pytest.mark.parametrize("number", [82, 83, 84])
@@ -134,10 +204,10 @@ def test_a_bfloat16_filter_has_one_verdict_for_every_secret(number: int, label: 
     case = problem.case("pkb", label, 4)
     answer = gradient_answer if number == 84 else log_probability_answer
     for secret in range(10):
-        draws = [Draw(secret=str(secret), case_key=case.key, slot=0, block=0, rank=rank) for rank in range(4)]
-        inputs = [problem.inputs(case, rank, draw) for rank, draw in enumerate(draws)]
+        inputs = arguments(case, secret=str(secret))
         kept = filter_in_own_dtype(case, inputs, 0)
-        results = [score(problem, case, answer(case, rank, inputs[rank], kept), problem.oracle(case, inputs, rank)) for rank in range(4)]
+        expected = oracles(case, inputs)
+        results = [score(problem, case, answer(case, rank, inputs[rank], kept), expected[rank]) for rank in range(4)]
         verdicts.add(all(item.passed for scores in results for item in scores))
     assert verdicts == {right}
 
@@ -153,11 +223,22 @@ def test_chunks_must_be_multiples_of_the_ranks() -> None:
 
 def test_costs_match_published_figures() -> None:
     """On 8 ranks: Llama's gradient is 263 MB, and 12 bytes per token are sent but for the rank's own share."""
-    case = BACKWARD.cases("production_llama3_rl", 8)[0]
+    chunked, backward = (costs(number, "production_llama3_rl")[0] for number in (83, 84))
     read, written = 4096 * 16032 * 2, 4096 * 16032 * 4
     assert written == pytest.approx(263e6, rel=0.01)
-    assert BACKWARD.cost(case, 0).hbm_bytes == pytest.approx(read + written, rel=1e-3)
-    assert BACKWARD.cost(case, 0).flops["fp32"] == 2 * 4096 * 16032
-    case = CHUNKED.cases("production_llama3_rl", 8)[0]
-    assert CHUNKED.cost(case, 0).egress_bytes == 12 * 4 * 4096 * 7 / 8
-    assert CHUNKED.cost(case, 0).hbm_bytes == pytest.approx(4 * 4096 * 16032 * 2, rel=1e-3)
+    assert backward.hbm_bytes == pytest.approx(read + written, rel=1e-3)
+    assert backward.flops["fp32"] == 2 * 4096 * 16032
+    assert chunked.egress_bytes == 12 * 4 * 4096 * 7 / 8
+    assert chunked.hbm_bytes == pytest.approx(4 * 4096 * 16032 * 2, rel=1e-3)
+
+
+def odd_number_of_tokens(rank: int, world_size: int) -> str:
+    try:
+        problems.get(82).reference(torch.zeros(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_tokens_must_be_a_multiple_of_the_ranks(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(odd_number_of_tokens) == ["got 3 tokens on 2 ranks: expected a multiple of the number of ranks"] * 2

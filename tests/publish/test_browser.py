@@ -12,12 +12,11 @@ import pytest
 
 from peerlane.publish.gather import gather
 from peerlane.publish.page import write_page
-from sample_results import ENVIRONMENT, text_of
+from sample_results import ENVIRONMENT, VIRTUAL, text_of
 from sample_runs import CODE, make_run, reference_results
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SUITE = range(1, 88)
-VIRTUAL = {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}
 HOSTILE = "</script><img src=x onerror='window.hacked=1'>"
 LOAD_S = 2.0
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,11 +19,10 @@ from peerlane.publish.page.view import View
 from peerlane.results.result import CandidateInfo, ProblemInfo
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import CudaError
-from sample_results import ENVIRONMENT, measured, on_cpu, result, text_of, wrong
+from sample_results import ENVIRONMENT, VIRTUAL, measured, on_cpu, result, text_of, wrong
 from sample_runs import CODE, make_run, reference_results
 
 ROOT = Path(__file__).parents[2]
-VIRTUAL = {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{ 7*7 }}"
 
 

@@ -1,5 +1,6 @@
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -7,15 +8,7 @@ from ranks.pool import RankPool
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Any]:
+def rank_pool() -> Iterator[Callable[[int], RankPool]]:
     """``rank_pool(world_size)``: one persistent pool of gloo ranks per world size."""
-    pools: dict[int, RankPool] = {}
-
-    def pool(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield pool
-    for item in pools.values():
-        item.close()
+    with ExitStack() as pools:
+        yield cache(lambda world_size: pools.enter_context(RankPool(world_size)))

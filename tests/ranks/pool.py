@@ -1,15 +1,20 @@
 """A pool of gloo ranks for tests: processes forked once, fed with function names."""
 
+import contextlib
 import gc
+import logging
 import multiprocessing as mp
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+
+from peerlane import problems
+from peerlane.problems.contract import Case, resolve_groups
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Any) -> None:
@@ -44,6 +49,12 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, args))
@@ -70,17 +81,33 @@ class RankPool:
         self._folder.cleanup()
 
 
+@contextlib.contextmanager
+def logged(name: str, level: int) -> Iterator[list[str]]:
+    """The lines that a logger gets meanwhile in this process, whatever tests of the process that forked have set."""
+    lines: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)
+    log.disabled = False
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
 _GROUPS: dict[tuple[tuple[int, ...], ...], Any] = {}
 
 
-def groups_of(layout: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], rank: int) -> dict[str, Any]:
-    """This rank's group of every layout; created once per process, on all ranks in the same order."""
-    import torch.distributed as dist
-
+def with_groups(case: Case, rank: int, tree: Any) -> Any:
+    """A rank's arguments with this rank's groups of the case; these are created once per process, on all ranks in the same order."""
     mine = {}
-    for name, members_of in layout:
+    for name, each in problems.get(case.problem).process_groups(case).items():
+        members_of = tuple(tuple(members) for members in each)
         if members_of not in _GROUPS:
             created = [dist.new_group(list(members)) for members in members_of]
             _GROUPS[members_of] = next((group for group, members in zip(created, members_of, strict=True) if rank in members), None)
         mine[name] = _GROUPS[members_of]
-    return mine
+    return resolve_groups(tree, mine.__getitem__)

@@ -318,13 +318,20 @@ class StandInProvider:
 
 
 @contextlib.contextmanager
+def provided(provider: StandInProvider) -> Iterator[None]:
+    """Groups that are made meanwhile get this provider's kit."""
+    before = routing.use_provider(provider)
+    try:
+        yield
+    finally:
+        routing.use_provider(before)
+
+
+@contextlib.contextmanager
 def ranks_with_the_kit(count: int, **options: Any) -> Iterator[RankPool]:
     """Ranks of the backend whose kit is a stand-in."""
     with tempfile.TemporaryDirectory() as folder:
-        before = routing.use_provider(StandInProvider(Path(folder), **options))
-        try:
+        with provided(StandInProvider(Path(folder), **options)):
             pool = RankPool(count, "peerlane")
-        finally:
-            routing.use_provider(before)
-        yield pool
-        pool.close()
+        with pool:
+            yield pool

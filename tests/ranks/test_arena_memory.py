@@ -20,16 +20,15 @@ from peerlane.device.host.ipc import StoreExchange, grows_in_place
 from peerlane.device.host.pool import FIRST_BYTES, LEASE_BYTES, Lease, MemoryPool
 from peerlane.device.host.process_memory import ProcessMemory
 from peerlane.errors import DeviceError, DeviceTimeout
-from ranks.pool import RankPool
+from ranks.pool import RankPool, logged
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[RankPool]:
-    pool = RankPool(RANKS)
-    yield pool
-    pool.close()
+    with RankPool(RANKS) as pool:
+        yield pool
 
 
 @contextlib.contextmanager
@@ -97,14 +96,7 @@ def test_memory_grows_is_seen_by_all_and_used_again(in_place: bool, processes: R
 def fail(rank: int, world: int, store: Path, step: int, call: str) -> dict[str, Any]:
     """``call`` fails on rank 1 when memory is added for the ``step``-th time."""
     with arenas(rank, store, in_place=True) as (driver, memory, pool), contextlib.ExitStack() as patches:
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("peerlane.device.host").addHandler(handler)
-        logging.disable(logging.NOTSET)
-        logging.getLogger("peerlane.device.host").setLevel(logging.WARNING)  # other tests of the process that forks may have set another
-        logging.getLogger("peerlane.device.host").disabled = False
-        patches.callback(logging.getLogger("peerlane.device.host").removeHandler, handler)
+        lines = patches.enter_context(logged("peerlane.device.host", logging.WARNING))
         patches.enter_context(mock.patch.object(descriptors, "PATIENCE_S", 0.5))
         files, leases = opened(), []
         for number in range(3):

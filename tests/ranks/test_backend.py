@@ -16,10 +16,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
-from peerlane.device.backend import routing, symmetric
+from peerlane.device.backend import symmetric
 from peerlane.errors import UsageError
 from ranks.pool import RankPool
-from ranks.stand_in_kit import StandInProvider, ranks_with_the_kit
+from ranks.stand_in_kit import StandInProvider, provided, ranks_with_the_kit
 
 # PyTorch 2.13 says that all_gather_into_tensor and reduce_scatter_tensor have newer names; programs use these.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -31,9 +31,8 @@ premul_sum: Any = dist.__dict__["_make_nccl_premul_sum"]
 
 @pytest.fixture(scope="module")
 def gloo_ranks() -> Iterator[RankPool]:
-    pool = RankPool(GLOO_RANKS, "peerlane")
-    yield pool
-    pool.close()
+    with RankPool(GLOO_RANKS, "peerlane") as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
@@ -305,12 +304,9 @@ def test_torch_distributed_works(work: Callable[[int, int], None], ranks: str, r
     request.getfixturevalue(ranks).run(work)
 
 
-def test_a_rendezvous_finds_groups_with_stores(kit_ranks: RankPool) -> None:
-    kit_ranks.run(rendezvous_of_symmetric_memory)
-
-
-def test_device_meshes_are_made_of_such_groups(kit_ranks: RankPool) -> None:
-    kit_ranks.run(mesh_dimensions)
+@pytest.mark.parametrize("work", [rendezvous_of_symmetric_memory, mesh_dimensions], ids=lambda work: work.__name__)
+def test_symmetric_memory_and_device_meshes_take_its_groups(work: Callable[[int, int], None], kit_ranks: RankPool) -> None:
+    kit_ranks.run(work)
 
 
 def test_bad_calls_are_told_what_was_expected(gloo_ranks: RankPool) -> None:
@@ -470,11 +466,8 @@ def test_asynchronous_calls_return_at_once_and_keep_their_order(kit_ranks: RankP
 
 
 def opens_nowhere(rank: int, world: int, folder: str) -> list[backend.Count]:
-    before = routing.use_provider(StandInProvider(Path(folder), broken_ranks=[1]))
-    try:
+    with provided(StandInProvider(Path(folder), broken_ranks=[1])):
         group = dist.new_group(list(range(world)))
-    finally:
-        routing.use_provider(before)
     backend.reset_counts()
     for _ in range(2):
         tensor = numbers(rank)
@@ -541,11 +534,8 @@ def test_the_messages_of_a_batch_reach_nccl_as_one_group(gloo_ranks: RankPool) -
 
 def frees_its_memory(rank: int, world: int, folder: str) -> bool:
     provider = StandInProvider(Path(folder))
-    before = routing.use_provider(provider)
-    try:
+    with provided(provider):
         group = dist.new_group(list(range(world)))
-    finally:
-        routing.use_provider(before)
     assert group is not None
     dist.all_reduce(torch.ones(1), group=group)
     (kit,) = provider.opened.values()

@@ -5,20 +5,16 @@ from typing import Any
 import pytest
 
 from peerlane import problems, solutions
-from peerlane.problems.contract import Draw, resolve_groups
 from peerlane.problems.contract.calibration import ratios_of
-from ranks.pool import groups_of
+from problem_cases import drawn
+from ranks.pool import with_groups
 
 
 def ratios_on_rank(rank: int, world_size: int, number: int, label: str) -> dict[str, float]:
     problem = problems.get(number)
-    case = problem.case("small", label, world_size)
-    layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
-    groups = groups_of(layout, rank)
-    draws = [Draw(secret="test", case_key=case.key, slot=0, block=0, rank=peer) for peer in range(world_size)]
-    inputs = [problem.inputs(case, peer, draw) for peer, draw in enumerate(draws)]
+    case, inputs = drawn(number, label, world_size)
     expected = problem.oracle(case, inputs, rank)
-    args = resolve_groups(inputs[rank], groups.__getitem__)
+    args = with_groups(case, rank, inputs[rank])
     answer = problem.answer(solutions.load(number)(*args), args)
     return ratios_of(problem, case, answer, expected)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from peerlane import ops
 from peerlane.errors import UsageError
 from peerlane.ops import groups
-from ranks.pool import RankPool
+from ranks.pool import RankPool, logged
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -95,22 +95,12 @@ def test_out_and_axes_compile(ranks: RankPool) -> None:
 
 def joins(rank: int, world: int, hosts: bool) -> list[str]:
     """The lines that are logged, of two attempts."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("peerlane.ops")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    group, before = dist.new_group(list(range(world))), groups.host_name
+    group = dist.new_group(list(range(world)))
     assert group is not None
-    if hosts:
-        groups.host_name = lambda: f"host {rank}"
-    try:
+    with logged("peerlane.ops", logging.INFO) as lines, pytest.MonkeyPatch.context() as patch:
+        if hosts:
+            patch.setattr(groups, "host_name", lambda: f"host {rank}")
         assert groups.joined(group) is None and groups.joined(group) is None
-    finally:
-        groups.host_name = before
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
     return [line.replace(group.group_name, "NAME") for line in lines]
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from peerlane import problems
 from peerlane.evaluate.memory.slots import describe_answer
-from peerlane.problems.contract import Case, Draw, Problem, describe, resolve_groups
+from peerlane.problems.contract import Case, Problem, describe
 from peerlane.problems.contract.calibration import Margins, margins, passing_faults, worst
 from peerlane.problems.contract.count import cost_faults
-from ranks.pool import groups_of
+from problem_cases import drawing
+from ranks.pool import with_groups
 
 _ALIKE_SLOTS = 4
 
@@ -36,9 +37,7 @@ def small_cases() -> Iterator[Any]:
 def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label: str) -> Margins:
     problem = problems.get(number)
     case = problem.case(preset, label, world_size)
-    layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
-    groups = groups_of(layout, rank)
-    return margins(problem, case, rank, secret="test", resolve=lambda tree: resolve_groups(tree, groups.__getitem__), transport=False)
+    return margins(problem, case, rank, secret="test", resolve=lambda tree: with_groups(case, rank, tree), transport=False)
 
 
 def presets_on_ranks() -> Iterator[Any]:
@@ -71,15 +70,12 @@ def unlike_answers(rank: int, world_size: int, number: int) -> list[str]:
 
     problem, unlike = problems.get(number), []
     for case in (case for variant in problem.variants for case in problem.cases("small", world_size, variant)):
-        layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
-        groups = groups_of(layout, rank)
-        draws = [Draw(secret="test", case_key=case.key, slot=slot, block=slot, rank=rank) for slot in range(_ALIKE_SLOTS)]
-        trees = [problem.inputs(case, rank, draw) for draw in draws]
+        trees = [problem.inputs(case, rank, drawing(case, rank, slot, slot)) for slot in range(_ALIKE_SLOTS)]
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, list(map(describe, trees)))
         known: dict[str, Any] = {}
         for tree, key in zip(trees, map(repr, zip(*everyone, strict=True)), strict=True):
-            args = resolve_groups(tree, groups.__getitem__)
+            args = with_groups(case, rank, tree)
             answer = describe_answer(problem.answer(problem.reference_of(case.variant)(*args), args))
             if known.setdefault(key, answer) != answer:
                 unlike.append(case.key)

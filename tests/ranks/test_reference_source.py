@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from peerlane import problems
-from peerlane.problems import Draw, Problem
+from peerlane.problems import Problem
+from peerlane.problems.contract import leaves, same_bits
 from peerlane.problems.reference_source import reference_source
-from ranks.test_problem_contract import groups_of
+from problem_cases import drawing
+from ranks.pool import with_groups
 
 REFERENCES = [
     pytest.param(problem, variant, id=f"p{problem.id:03d}-{variant}") for problem in problems.all_problems() for variant in problem.variants
@@ -28,22 +29,13 @@ def define_reference(source: str) -> Callable[..., Any]:
 
 def differences_on_rank(rank: int, world_size: int, number: int, variant: str, source: str) -> list[str]:
     """The cases of ``small`` in which the printed reference answers otherwise than the problem's."""
-    from peerlane.problems.contract import leaves, resolve_groups
-
     problem, printed, different = problems.get(number), define_reference(source), []
     for case in problem.cases("small", world_size, variant)[:2]:
-        layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
-        groups = groups_of(layout, rank)
         answers = []
         for function in (problem.reference_of(variant), printed):
-            draw = Draw(secret="test", case_key=case.key, slot=0, block=0, rank=rank)
-            args = resolve_groups(problem.inputs(case, rank, draw), groups.__getitem__)
+            args = with_groups(case, rank, problem.inputs(case, rank, drawing(case, rank)))
             answers.append(list(leaves(problem.answer(function(*args), args))))
-        same = len(answers[0]) == len(answers[1]) and all(
-            a.dtype == b.dtype and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-            for a, b in zip(*answers, strict=True)
-        )
-        if not same:
+        if len(answers[0]) != len(answers[1]) or not all(a.dtype == b.dtype and same_bits(a, b) for a, b in zip(*answers, strict=True)):
             different.append(case.key)
     return different
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import peerlane as pl
-from e2e.runs import wait_for
+from e2e.runs import RIGHT, Heard, wait_for
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.evaluator import Silent
@@ -35,15 +35,6 @@ from sample_results import ENVIRONMENT, on_cpu, wrong
 from service.stand_in import TOKEN, serving
 
 TESTS = Path(__file__).parents[1]
-RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
-
-
-class Notes(Silent):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def plan_of(sources: Iterable[str], out: Path, **changes: Any) -> EvaluationPlan:
@@ -137,14 +128,14 @@ class Processes:
 
 def test_classes_of_nodes_are_never_mixed(tmp_path: Path) -> None:
     """The class that most nodes have is taken; the others are left out and told. A later run takes no other class."""
-    plan, notes = plan_of(["# right"] * 4, tmp_path / "out"), Notes()
+    plan, heard = plan_of(["# right"] * 4, tmp_path / "out"), Heard()
     settings = stand_in(tmp_path / "marks", plan)
-    results = Farm(Processes("abc", {"b": "gpu"}), plan, notes, settings).run()
+    results = Farm(Processes("abc", {"b": "gpu"}), plan, heard, settings).run()
     assert {str(item.node) for item in results} == {"CPU ranks"} and len(results) == 4
-    assert any("node b is left out: its class differs: 4x NVIDIA H200" in note for note in notes.notes)
+    assert any("node b is left out: its class differs: 4x NVIDIA H200" in note for note in heard.notes)
     more = plan_of(["# right"] * 5, tmp_path / "out")
     with pytest.raises(RunStopped, match="its class differs"):
-        Farm(Processes("b", {"b": "gpu"}), more, notes, settings).run()
+        Farm(Processes("b", {"b": "gpu"}), more, heard, settings).run()
 
 
 def test_a_node_that_is_unfit_gets_nothing(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from e2e.runs import wait_for
+from e2e.runs import Heard, wait_for
 from peerlane.service.dispatch.by_ray import RayDispatcher
-from service.test_dispatch import Notes, judged, plan_of, stand_in
+from service.test_dispatch import judged, plan_of, stand_in
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_cluster_that_loses_things_gives_all_results(cluster: Any, tmp_path: P
     sources = ["# kills", "# hangs", *["# sleeps 0.3"] * 8, *["# wrong"] * 2, "# sleeps 1.5", "# sleeps 1.5"]
     plan, marks = plan_of(sources, tmp_path / "out", timeout=4.0), tmp_path / "marks"
     settings = stand_in(marks, plan, batch=1, grace_s=8.0)
-    notes = Notes()
+    heard = Heard()
 
     def lose_a_node() -> None:
         wait_for(lambda: sum(judged(marks).values()) >= 3, 60, "work on the nodes")
@@ -52,13 +52,13 @@ def test_a_cluster_that_loses_things_gives_all_results(cluster: Any, tmp_path: P
 
     thread = threading.Thread(target=lose_a_node)
     thread.start()
-    results = RayDispatcher(cluster.address, settings).run(plan, notes)
+    results = RayDispatcher(cluster.address, settings).run(plan, heard)
     thread.join(30)
-    assert [item.correct for item in results] == ["# wrong" not in source for source in sources], notes.notes
-    told = " ".join(notes.notes)
+    assert [item.correct for item in results] == ["# wrong" not in source for source in sources], heard.notes
+    told = " ".join(heard.notes)
     assert (marks / "killed").exists() and (marks / "hung").exists() and "c0 is tried again" in told and "c1 is tried again" in told
     before, begin = judged(marks), time.monotonic()
-    assert [item.candidate.name for item in RayDispatcher(cluster.address, settings).run(plan, notes)] == [
+    assert [item.candidate.name for item in RayDispatcher(cluster.address, settings).run(plan, heard)] == [
         f"c{n}" for n in range(len(sources))
     ]
     assert judged(marks) == before and time.monotonic() - begin < 5

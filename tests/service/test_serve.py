@@ -16,16 +16,15 @@ import pytest
 
 import peerlane as pl
 from command_line import Peerlane
-from e2e.runs import MARK, marked_processes, wait_for
+from e2e.runs import MARK, RIGHT, SLEEPS, marked_processes, wait_for
 from peerlane.errors import UsageError
 from peerlane.results.reader import read_results
 from peerlane.service.client import Client
 from peerlane.service.node_check import CHEATS, check_node
 from peerlane.service.server import exclusive, listen, serve
 from peerlane.service.settings import ServiceSettings, Tokens
+from service.stand_in import TOKEN
 
-TOKEN = "a-token-of-the-tests"
-RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
 SOURCES = {
     **{f"{RIGHT}# {number}\n": "correct" for number in range(3)},
     **{f"def solution(tensor):\n    return tensor.clone()  # {number}\n": "wrong_result" for number in range(5)},
@@ -99,12 +98,11 @@ def test_sixty_four_clients_and_a_kill_lose_nothing(tmp_path: Path) -> None:
 def test_sigterm_finishes_what_runs_and_keeps_what_waits(tmp_path: Path) -> None:
     """An evaluation that takes longer than the drain is put back, and is judged after the next start."""
     folder, port = tmp_path / f"drained-{os.getpid()}", free_port()
-    sleeps = "import time\n\n\ndef solution(tensor):\n    time.sleep(600)\n"
 
     async def both() -> tuple[pl.Result, pl.Result]:
         with Client(f"http://127.0.0.1:{port}", TOKEN, presets=("small",), modes=(), track="open", patience=120) as judge:
             with served(folder, port, "--drain", "0.5") as first:
-                hangs = asyncio.create_task(judge.evaluate_async(1, sleeps, timeout=4.0))
+                hangs = asyncio.create_task(judge.evaluate_async(1, SLEEPS, timeout=4.0))
                 while (await asyncio.to_thread(judge.node))["condition"] != "ready":
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(1.0)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from e2e.runs import RIGHT
 from generate.fake_provider import FakeServer
-from service.test_serve import RIGHT, TOKEN, free_port, served
+from service.stand_in import TOKEN
+from service.test_serve import free_port, served
 
 ROOT = Path(__file__).parents[2]
 WRONG = "def solution(tensor):\n    return tensor.clone()\n"

@@ -4,6 +4,7 @@ import base64
 import itertools
 import math
 import os
+import re
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.correctness.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_time_slicing
 from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.memory.guards import GuardBands, Region, argument_regions
-from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, place_all, place_slots
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import memory_file
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -138,10 +139,7 @@ def test_one_gpu_is_shared_in_some_passes_behind_the_first_two() -> None:
     assert len(shared) / len(drawn) == pytest.approx(stress._SLICED_PASSES, rel=0.1)
     assert all(shared.count(rank) / len(shared) == pytest.approx(1 / 4, rel=0.3) for rank in range(4))
     assert not any(draw_time_slicing(passes, 4, on_gpu=True) is not None for passes in (0, 1) for _ in range(100))
-
-
-def test_cpu_ranks_share_no_gpu() -> None:
-    assert all(draw_time_slicing(passes, 2, on_gpu=False) is None for passes in range(200))
+    assert all(draw_time_slicing(passes, 2, on_gpu=False) is None for passes in range(200)), "CPU ranks share none"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
@@ -270,55 +268,48 @@ class NotedRanks:
 
 
 def ask_beside_a_busy_gpu(
-    rank: int | None, log: list[Any], *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
-) -> None:
+    rank: int | None, *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
+) -> tuple[list[Any], Exception | None]:
+    """What happens, and what is raised."""
+    log: list[Any] = []
     session = types.SimpleNamespace(
         trusted=NotedRanks("trusted", log, trusted), place=GPUS, deadlines=Deadlines(), drop_trusted=lambda: log.append("trusted dropped")
     )
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
     runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type, list-item]
-    with runner.time_slicing(rank, 0.03):
-        runner.candidate.call_under_stress([Request(CandidateInterface.call_under_stress, "check", [], [], [], [], ())] * 4, 1.0)
+    try:
+        with runner.time_slicing(rank, 0.03):
+            runner.candidate.call_under_stress([Request(CandidateInterface.call_under_stress, "check", [], [], [], [], ())] * 4, 1.0)
+    except Exception as error:
+        return log, error
+    return log, None
 
 
 ASKED = [("candidate", [("call_under_stress", None)] * 4), "candidate done"]
 BESIDE = [("trusted", [("keep_device_busy", seconds) for seconds in (0.0, 0.03, 0.0, 0.0)]), *ASKED, "trusted done"]
 
 
-def test_one_trusted_rank_is_busy_while_the_candidate_is_asked() -> None:
-    log: list[Any] = []
-    ask_beside_a_busy_gpu(1, log)
-    assert log == BESIDE
-
-
-def test_a_pass_that_shares_no_gpu_asks_nothing_of_trusted_ranks() -> None:
-    log: list[Any] = []
-    ask_beside_a_busy_gpu(None, log)
-    assert log == ASKED
+@pytest.mark.parametrize(("rank", "happens"), [(1, BESIDE), (None, ASKED)])
+def test_a_trusted_rank_is_busy_while_the_candidate_is_asked(rank: int | None, happens: list[Any]) -> None:
+    assert ask_beside_a_busy_gpu(rank) == (happens, None)
 
 
 def test_busy_trusted_ranks_are_awaited_when_the_candidate_fails() -> None:
-    log: list[Any] = []
     failure = GroupFailure("hang", "stress", "no answer", ranks=(0,), deadline_s=1.0)
-    with pytest.raises(GroupFailure) as caught:
-        ask_beside_a_busy_gpu(1, log, candidate=failure)
-    assert caught.value is failure and log == BESIDE
+    assert ask_beside_a_busy_gpu(1, candidate=failure) == (BESIDE, failure)
 
 
 @pytest.mark.parametrize("candidate", [None, GroupFailure("exit", "stress", "rank 0 exited", rank=0)])
 def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFailure | None) -> None:
-    log: list[Any] = []
-    with pytest.raises(HarnessError, match="keep_device_busy"):
-        ask_beside_a_busy_gpu(1, log, trusted=GroupFailure("exit", "correctness", "rank 1 exited", rank=1), candidate=candidate)
-    assert log == [*BESIDE, "trusted dropped"]
+    failure = GroupFailure("exit", "correctness", "rank 1 exited", rank=1)
+    log, error = ask_beside_a_busy_gpu(1, trusted=failure, candidate=candidate)
+    assert isinstance(error, HarnessError) and "keep_device_busy" in str(error) and log == [*BESIDE, "trusted dropped"]
 
 
 def test_trusted_ranks_without_memory_say_that_the_case_is_too_large() -> None:
-    log: list[Any] = []
-    failure = GroupFailure("out_of_memory", "correctness", "CUDA out of memory", rank=2)
-    with pytest.raises(CaseTooLarge, match=r"small.* needs more memory .* rank 2 ran out of it at keep_device_busy; use more ranks"):
-        ask_beside_a_busy_gpu(1, log, trusted=failure)
-    assert log[-1] == "trusted dropped"
+    log, error = ask_beside_a_busy_gpu(1, trusted=GroupFailure("out_of_memory", "correctness", "CUDA out of memory", rank=2))
+    assert isinstance(error, CaseTooLarge) and log[-1] == "trusted dropped"
+    assert re.search(r"small.* needs more memory .* rank 2 ran out of it at keep_device_busy; use more ranks", str(error))
 
 
 class PretendedGpu:
@@ -361,20 +352,12 @@ def test_a_way_to_be_disturbed_that_nobody_knows_is_refused() -> None:
         Jitter(CPU)("elsewhere", 1.0)
 
 
-def laid_out(tensors: list[tuple[Any, ...]]) -> tuple[list[dict[str, Any]], int]:
-    layout, offset = [], FRONT_BYTES
-    for args in tensors:
-        placed, offset = place_all(describe(args), offset)
-        layout.append(placed)
-    return layout, offset
-
-
 SLOTS = [(torch.empty(37, 53, dtype=torch.bfloat16), 3, [torch.empty(5), torch.empty(0, 8)]), (torch.empty(1), None, [torch.empty(7, 2).T])]
 PARAMETERS = ("tensor", "number", "parts")
 
 
 def test_every_tensor_has_a_guard_band_on_both_sides() -> None:
-    layout, end = laid_out(SLOTS)
+    layout, end = place_slots(map(describe, SLOTS))
     extents = [extent(placed) for description in layout for placed in tensor_descriptions(description)]
     begins, ends = zip(*extents, strict=True)
     assert begins[0] >= GUARD_BYTES and all(begin % 256 == 0 for begin in begins)
@@ -383,7 +366,7 @@ def test_every_tensor_has_a_guard_band_on_both_sides() -> None:
 
 @pytest.fixture
 def guarded() -> tuple[torch.Tensor, GuardBands, list[Region]]:
-    layout, end = laid_out(SLOTS)
+    layout, end = place_slots(map(describe, SLOTS))
     data = torch.zeros(end + 10_000, dtype=torch.uint8)
     regions = list(argument_regions(layout, PARAMETERS))
     bands = GuardBands(data, regions, Draw(secret=os.urandom(8).hex(), case_key="test", slot=0, block=0, rank=0))
@@ -427,7 +410,7 @@ def test_a_byte_before_the_first_argument_is_found(guarded: tuple[torch.Tensor, 
 
 @given(st.integers(0, 1))
 def test_poisoning_a_slot_changes_its_tensors_and_no_other_byte(slot: int) -> None:
-    layout, end = laid_out(SLOTS)
+    layout, end = place_slots(map(describe, SLOTS))
     data = torch.zeros(end, dtype=torch.uint8)
     slots = ArgumentSlots(data, layout, str)
     slots.poison(slot)

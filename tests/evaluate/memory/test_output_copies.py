@@ -94,3 +94,18 @@ def test_the_result_of_a_functional_collective_is_waited_for(monkeypatch: pytest
     assert regions.descriptions[1] == {"kind": "other", "type": "_Lazy (a tensor subclass: return a plain tensor)"}
     assert len(waits) == 1
     assert not regions.views[1][0].any()
+
+
+def test_a_dict_may_be_built_in_any_order_and_has_names_for_keys() -> None:
+    class Name:
+        def __str__(self) -> str:
+            return "a"
+
+    regions = regions_of({"a": torch.zeros(2), "b": torch.zeros(3)})
+    regions.take(0, {"b": torch.full((3,), 3.0), "a": torch.full((2,), 2.0)}, ())
+    assert [view.tolist() for view in regions.views[0]] == [[2.0, 2.0], [3.0, 3.0, 3.0]]
+    assert regions.descriptions[0]["keys"] == ["a", "b"]
+    regions.take(0, {"b": torch.zeros(3), "c": torch.zeros(2)}, ())
+    assert regions.descriptions[0]["keys"] == ["b", "c"]
+    regions.take(0, {Name(): torch.zeros(2), "b": torch.zeros(3), "a": torch.zeros(2)}, ())
+    assert regions.descriptions[0] == {"kind": "other", "type": "dict with a key of type Name"}

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peerlane.evaluate.memory import slots
-from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, place_all, place_slots, strip_overlap
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots, strip_overlap
 from peerlane.problems.contract import Tree, describe, leaves, linear_over
 
 
@@ -24,11 +24,8 @@ def _tree(number: float) -> Tree:
 
 
 def _slots_of(trees: list[Tree]) -> ArgumentSlots:
-    layout, offset = [], FRONT_BYTES
-    for tree in trees:
-        placed, offset = place_all(describe(strip_overlap(tree)), offset)
-        layout.append(placed)
-    return ArgumentSlots(torch.zeros(offset, dtype=torch.uint8), layout, str)
+    layout, size = place_slots(describe(strip_overlap(tree)) for tree in trees)
+    return ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
 
 
 @pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,13 @@ def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     assert list(tmp_path.iterdir()) == [] and not prestart._waiting
 
 
-def choose_always(monkeypatch: pytest.MonkeyPatch, isolation: Isolation) -> None:
-    monkeypatch.setattr(prestart, "choose", lambda *_: isolation)
+@contextmanager
+def early(isolation: Isolation) -> Iterator[None]:
+    """Something comes up at this isolation, before the session that takes it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prestart, "choose", lambda *_: isolation)
+        with early_start("cpu", None):
+            yield
 
 
 def session(isolation: Isolation, device: str = "cpu") -> Session:
@@ -57,28 +63,26 @@ def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 
 
-def test_sessions_of_the_block_take_it_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, UP)
-    with early_start("cpu", None):
-        early = prestart._waiting[0]
+def test_sessions_of_the_block_take_it_one_after_the_other() -> None:
+    with early(UP):
+        waiting = prestart._waiting[0]
         for device in ("cpu", "emulated"):
             with session(UP, device) as taking:
-                assert taking.fork_server is early and not prestart._waiting
+                assert taking.fork_server is waiting and not prestart._waiting
         with session(UP) as first, session(UP) as second:
-            assert first.fork_server is early and second.fork_server is not early
+            assert first.fork_server is waiting and second.fork_server is not waiting
         assert len(prestart._waiting) == 2
         with session(UP), session(UP), session(UP):
             pass
         assert len(prestart._waiting) == 2, "so many wait at most"
-    assert not early.alive
+    assert not waiting.alive
     with session(UP) as alone:
         assert alone.fork_server.alive
     assert not alone._fork_server
 
 
-def test_one_that_was_killed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, UP)
-    with early_start("cpu", None):
+def test_one_that_was_killed_is_not_kept() -> None:
+    with early(UP):
         with session(UP) as first:
             os.kill(first.fork_server.pid, signal.SIGKILL)
             first.fork_server._process.wait()
@@ -95,9 +99,8 @@ def test_an_evaluator_starts_one_for_all_numbers_of_ranks(monkeypatch: pytest.Mo
     assert len(launched) == 1 and not launched[0].alive
 
 
-def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, UP)
-    with early_start("cpu", None):
+def test_it_may_outlive_the_block() -> None:
+    with early(UP):
         taken = session(UP).__enter__()
     assert taken.fork_server.alive
     taken.__exit__(None, None, None)
@@ -105,8 +108,7 @@ def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("differs", ["isolation", "device", "variables"])
 def test_what_a_session_cannot_use_is_ended(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, COMING_UP)
-    with early_start("cpu", None):
+    with early(COMING_UP):
         waiting = prestart._waiting[0]
         with monkeypatch.context() as changed:
             if differs == "variables":
@@ -119,25 +121,13 @@ def test_what_a_session_cannot_use_is_ended(differs: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("isolation", [UP, COMING_UP, BROKEN])
-def test_what_nobody_takes_is_ended_at_once(
-    isolation: Isolation, ending: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose_always(monkeypatch, isolation)
+def test_what_nobody_takes_is_ended_at_once(isolation: Isolation, ending: type[BaseException] | None) -> None:
     begin = time.monotonic()
-    waiting: list[ForkServer] = []
-
-    def run() -> None:
-        with early_start("cpu", None):
-            waiting.extend(prestart._waiting)
-            if ending is not None:
-                raise ending
-
-    if ending is None:
-        run()
-    else:
-        with pytest.raises(ending):
-            run()
-    assert not waiting[0].alive and time.monotonic() - begin < 4
+    with nullcontext() if ending is None else pytest.raises(ending), early(isolation):
+        (waiting,) = prestart._waiting
+        if ending is not None:
+            raise ending
+    assert not waiting.alive and time.monotonic() - begin < 4
 
 
 def test_what_fails_early_is_left_to_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +142,9 @@ def test_what_fails_early_is_left_to_the_session(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_one_that_does_not_come_up_is_told_by_the_session(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, BROKEN if is_early else UP)
-    with early_start("cpu", None), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
+def test_one_that_does_not_come_up_is_told_by_the_session(is_early: bool) -> None:
+    told = pytest.raises(HarnessError, match="starts ranks did not come up: out of luck")
+    with early(BROKEN if is_early else UP), told, session(BROKEN):
         pass
 
 

@@ -31,7 +31,6 @@ from sample_results import result
 class Group:
     """A group that comes up, or fails to."""
 
-    number: int
     good: bool = True
     busy: bool = True
     lost: bool = False
@@ -51,22 +50,17 @@ class Group:
         return "[rank 0] NCCL could not"
 
 
-@dataclass
-class Starts:
-    """Starts groups that are good or not, as the pattern says."""
-
-    pattern: Iterator[bool]
-    made: list[Group]
-
-    def __call__(self) -> Any:
-        self.made.append(Group(len(self.made), next(self.pattern, True)))
-        return self.made[-1]
-
-
-def warm_groups(*pattern: bool) -> tuple[WarmPool, list[Group], list[str]]:
+def warm_groups(*pattern: bool, **settings: int) -> tuple[WarmPool, list[Group], list[str]]:
+    """A pool, and lists of the groups that it starts, good or not as the pattern says, and of its notes."""
     made: list[Group] = []
     notes: list[str] = []
-    return WarmPool("candidate", Starts(iter(pattern), made), PoolSettings(back_off_s=0.0), notes.append), made, notes
+    good = iter(pattern)
+
+    def start() -> Any:
+        made.append(Group(next(good, True)))
+        return made[-1]
+
+    return WarmPool("candidate", start, PoolSettings(back_off_s=0.0, **settings), notes.append), made, notes
 
 
 def test_spares_are_taken_in_the_order_of_their_start() -> None:
@@ -77,8 +71,7 @@ def test_spares_are_taken_in_the_order_of_their_start() -> None:
 
 
 def test_missing_warm_groups_are_started_and_no_more() -> None:
-    made: list[Group] = []
-    queue = WarmPool("candidate", Starts(iter(()), made), PoolSettings(warm_groups=5), lambda _: None)
+    queue, made, _ = warm_groups(warm_groups=5)
     counts = []
     for wanted in (5, 5, 2, 1):
         queue.refill(wanted)
@@ -236,7 +229,7 @@ class Builder(Group):
     """Whatever it builds fails, once it is let go."""
 
     def __init__(self) -> None:
-        super().__init__(0, good=False)
+        super().__init__(good=False)
         self.wrong: Exception | None = None
         self.building, self.limit = BuildTime(0.0), Limit()
         self.let_go = threading.Event()

@@ -126,8 +126,9 @@ def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, original: Any) -> None:
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
 
 
-def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, original = SOURCE.replace("ANSWER", "42"), cpp_extension._jit_compile
+def library_called_as_built(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library that is compiled ahead; a call in a new process leaves it as it is."""
+    original = cpp_extension._jit_compile
     extensions.compile_cheaply(lambda _: None)
     assert extensions.compile_ahead(find_extension_calls(source)) is None
     (library,) = folder.glob("*/made_ahead.so")
@@ -136,6 +137,12 @@ def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path, monkeypatch:
     extensions.report_builds(lambda _: None)
     call(source)
     assert library.stat().st_mtime_ns == before
+    return library
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SOURCE.replace("ANSWER", "42")
+    library = library_called_as_built(source, folder, monkeypatch)
     assert "light_headers" in (library.parent / "build.ninja").read_text()
     call(source)
     call(source.replace("42", "43"))
@@ -164,15 +171,7 @@ def test_what_needs_all_of_torchs_headers_gets_them(folder: Path, monkeypatch: p
     monkeypatch.setattr(extensions, "LIGHT_HEADERS", light)
     source = SOURCE.replace("ANSWER", "all").replace('code = """', 'code = """#include <lacks.h>\n')
     source = source.replace("no_implicit", f"extra_include_paths=[{str(folder)!r}], no_implicit")
-    original = cpp_extension._jit_compile
-    extensions.compile_cheaply(lambda _: None)
-    assert extensions.compile_ahead(find_extension_calls(source)) is None
-    (library,) = folder.glob("*/made_ahead.so")
-    before = library.stat().st_mtime_ns
-    as_in_a_new_process(monkeypatch, original)
-    extensions.report_builds(lambda _: None)
-    call(source)
-    assert library.stat().st_mtime_ns == before
+    library_called_as_built(source, folder, monkeypatch)
 
 
 def test_what_failed_ahead_fails_at_once_with_the_same_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

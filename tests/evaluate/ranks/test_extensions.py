@@ -32,9 +32,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def request_of(candidate: Path) -> dict[str, Any]:
-    source = candidate.read_bytes().decode("latin-1")
-    return {"path": str(candidate), "source": source, "cache": None, "granted": {}, "on_cpu": False, "gpu_only": False, "emulated": False}
+def built(source: str, **changes: bool) -> wire.Built:
+    """What a builder says of this candidate."""
+    usual = {"path": "1_x_cuda.py", "cache": None, "granted": {}, "on_cpu": False, "gpu_only": False, "emulated": False}
+    return Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1).build_candidate(**{**usual, "source": source, **changes})
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
@@ -44,14 +45,12 @@ def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
     assert tmp_path in first.parents
 
 
-def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
-    candidate = tmp_path / "1_allreduce_cuda.py"
-    candidate.write_text("import os\nFOLDER = os.environ['TORCH_EXTENSIONS_DIR']\n")
-    lock = extensions.use_own_build_folder(candidate.read_bytes()) / "kernel" / "lock"
+def test_builder_removes_the_lock_of_a_killed_build() -> None:
+    source = "import os\nFOLDER = os.environ['TORCH_EXTENSIONS_DIR']\n"
+    lock = extensions.use_own_build_folder(source.encode()) / "kernel" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(**request_of(candidate)) == wire.Built(None, False)
+    assert built(source) == wire.Built(None, False)
     assert not lock.exists()
 
 
@@ -69,11 +68,8 @@ def test_what_a_gpu_would_mend(line: str, expected: bool) -> None:
     assert wants_gpu(line) is expected
 
 
-def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
-    candidate = tmp_path / "1_allreduce_cuda.py"
-    candidate.write_text("raise RuntimeError('no GPU here')\n")
-    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(**request_of(candidate)) == wire.Built("RuntimeError: no GPU here", False)
+def test_builder_leaves_other_errors_to_the_ranks() -> None:
+    assert built("raise RuntimeError('no GPU here')\n") == wire.Built("RuntimeError: no GPU here", False)
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +83,13 @@ def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: P
 
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
     monkeypatch.setattr(extensions, "_load", lambda name, library: f"loaded {library.name}")
-    candidate = tmp_path / "1_allreduce_cuda.py"
-    candidate.write_text(
-        "from utils.cuda_helpers import compile_cuda_extension\n"
-        "first = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
-        "second = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
-        "third = compile_cuda_extension('kernel', 'source')\n"
+    module = import_candidate(
+        tmp_path / "1_allreduce_cuda.py",
+        b"from utils.cuda_helpers import compile_cuda_extension\n"
+        b"first = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
+        b"second = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
+        b"third = compile_cuda_extension('kernel', 'source')\n",
     )
-    module = import_candidate(candidate, candidate.read_bytes())
     assert (module.first, module.second, module.third) == ("just built", "loaded kernel.so", "just built")
     assert calls[0]["extra_cuda_cflags"] == ["-O3", "-lineinfo"]
     assert calls[0]["cuda_sources"] == "source"
@@ -125,7 +120,6 @@ def test_public_helpers_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_build_of_the_extension_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that fails, and whoever imported the loader before."""
-    from torch.utils import cpp_extension
 
     @functools.wraps(cpp_extension._jit_compile)
     def fail(*_: Any, **__: Any) -> None:
@@ -178,35 +172,34 @@ def solution(tensor):
 """
 
 
-def gpu_only(tmp_path: Path, body: str) -> dict[str, Any]:
-    candidate = tmp_path / "1_add_cuda.py"
-    candidate.write_text(EXTENSION.replace("BODY", body))
-    return {**request_of(candidate), "on_cpu": True, "gpu_only": True}
+def built_for_gpus(body: str) -> wire.Built:
+    return built(EXTENSION.replace("BODY", body), on_cpu=True, gpu_only=True)
 
 
 @pytest.fixture
-def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(cpp_extension, "load_inline", cpp_extension.load_inline)
     monkeypatch.setattr(cpp_extension, "load", cpp_extension.load)
-    return Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
 
 
-def test_device_code_is_compiled_by_the_nvcc_that_is_here(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_cuda")
+def test_device_code_is_compiled_by_the_nvcc_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvcc").write_text(NVCC)
     (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert builder.build_candidate(**gpu_only(tmp_path, "p[0] = 1;")) == wire.Built(None, True)
+    assert built_for_gpus("p[0] = 1;") == wire.Built(None, True)
     with pytest.raises(CompileError, match=r"nvcc refuses the device code(.|\n)*expected a"):
-        builder.build_candidate(**gpu_only(tmp_path, "float x y;"))
+        built_for_gpus("float x y;")
 
 
-def test_without_nvcc_the_import_s_own_error_is_told(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_cuda")
+def test_without_nvcc_the_import_s_own_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "find_nvcc", lambda: None)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    built = builder.build_candidate(**gpu_only(tmp_path, "p[0] = 1;"))
-    assert built.raised is not None and "CUDA_HOME environment variable is not set" in built.raised and not built.by_nvcc
-    said = needs_gpu(built.raised, built.by_nvcc, emulated=False)
+    found = built_for_gpus("p[0] = 1;")
+    assert found.raised is not None and "CUDA_HOME environment variable is not set" in found.raised and not found.by_nvcc
+    said = needs_gpu(found.raised, found.by_nvcc, emulated=False)
     assert "its import here ended in OSError: CUDA_HOME" in said
     assert "nvcc compiles the device code" in needs_gpu("", True, emulated=True) and "--device emulated" in needs_gpu(
         "", True, emulated=True

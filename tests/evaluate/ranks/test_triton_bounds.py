@@ -33,22 +33,18 @@ def evaluator() -> Iterator[pl.Evaluator]:
         yield evaluator
 
 
-def test_a_kernel_within_its_bounds_is_correct(evaluator: pl.Evaluator) -> None:
-    result = evaluator.evaluate(1, SCALE, name="1_copy_triton", cases="timed")
-    assert result.correct, result.verdict
+LOADED = "tl.load(x_ptr + at, mask=at < n)"
+TUNED = "@triton.autotune([triton.Config({'BLOCK': 64}, num_warps=warps) for warps in (2, 4)], key=['n'])\n@triton.jit"
+RIGHT = {
+    "within_its_bounds": pytest.param(SCALE, marks=pytest.mark.slow),
+    "arithmetic_on_bfloat16": SCALE.replace(LOADED, f"tl.where({LOADED} > 0, {LOADED} + {LOADED}, -(-{LOADED} + -{LOADED})) * 0.5"),
+    "autotuned": SCALE.replace("@triton.jit", TUNED).replace(", BLOCK=64)", ")"),
+}
 
 
-def test_arithmetic_on_bfloat16_is_that_of_a_gpu(evaluator: pl.Evaluator) -> None:
-    loaded = "tl.load(x_ptr + at, mask=at < n)"
-    source = SCALE.replace(loaded, f"tl.where({loaded} > 0, {loaded} + {loaded}, -(-{loaded} + -{loaded})) * 0.5")
-    result = evaluator.evaluate(1, source, name="1_doubles_triton", cases="timed")
-    assert result.correct, result.verdict
-
-
-def test_an_autotuned_kernel_is_correct(evaluator: pl.Evaluator) -> None:
-    tuned = "@triton.autotune([triton.Config({'BLOCK': 64}, num_warps=warps) for warps in (2, 4)], key=['n'])\n@triton.jit"
-    source = SCALE.replace("@triton.jit", tuned).replace(", BLOCK=64)", ")")
-    result = evaluator.evaluate(1, source, name="1_tuned_triton", cases="timed")
+@pytest.mark.parametrize("source", RIGHT.values(), ids=RIGHT)
+def test_a_kernel_within_its_bounds_is_correct(evaluator: pl.Evaluator, source: str) -> None:
+    result = evaluator.evaluate(1, source, name="1_copy_triton", cases="timed")
     assert result.correct, result.verdict
 
 
@@ -56,7 +52,7 @@ def test_an_autotuned_kernel_is_correct(evaluator: pl.Evaluator) -> None:
     ("old", "new", "says"),
     [
         ("(x_ptr + at, mask=at < n), mask=at < n)", "(x_ptr + at, mask=at < n))", "stores"),
-        ("tl.load(x_ptr + at, mask=at < n)", "tl.load(x_ptr + at + 100000)", "loads"),
+        (LOADED, "tl.load(x_ptr + at + 100000)", "loads"),
     ],
     ids=["store", "load"],
 )

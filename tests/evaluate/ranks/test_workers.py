@@ -15,7 +15,6 @@ from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.correctness.case_runner import torn_output, verdict_of
 from peerlane.evaluate.memory import slots
-from peerlane.evaluate.memory.slots import OutputRegions, describe_answer, place_slots
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import timed_block
 from peerlane.evaluate.ranks.rank import classify
@@ -159,27 +158,6 @@ def test_what_a_call_returned_and_what_it_updated_are_told_apart() -> None:
 def test_the_output_whose_bits_differ_is_named() -> None:
     assert torn_output([("loss", 1), ("metrics", 2)], [("loss", 1), ("metrics", 3)]) == "metrics"
     assert torn_output([("loss", 1)], [("loss", 1)]) is None
-
-
-def test_a_dict_may_be_built_in_any_order() -> None:
-    layout, _ = place_slots([describe_answer({"a": torch.zeros(2), "b": torch.zeros(3)})])
-    regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
-    regions.take(0, {"b": torch.full((3,), 3.0), "a": torch.full((2,), 2.0)}, ())
-    assert [view.tolist() for view in regions.views[0]] == [[2.0, 2.0], [3.0, 3.0, 3.0]]
-    assert regions.descriptions[0]["keys"] == ["a", "b"]
-    regions.take(0, {"b": torch.zeros(3), "c": torch.zeros(2)}, ())
-    assert regions.descriptions[0]["keys"] == ["b", "c"]
-
-
-def test_a_dict_has_names_for_keys() -> None:
-    class Name:
-        def __str__(self) -> str:
-            return "a"
-
-    layout, _ = place_slots([describe_answer({"a": torch.zeros(2), "b": torch.zeros(3)})])
-    regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
-    regions.take(0, {Name(): torch.zeros(2), "b": torch.zeros(3), "a": torch.zeros(2)}, ())
-    assert regions.descriptions[0] == {"kind": "other", "type": "dict with a key of type Name"}
 
 
 @pytest.mark.parametrize("described", [tensor(shape=[1] * 10_000), {"kind": "other", "type": "x" * 10_000}])
