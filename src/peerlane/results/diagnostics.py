@@ -7,6 +7,12 @@ from peerlane.results.sanitize import one_line
 # As nvcc, NVRTC, g++ ("cuda.cu(12): error: ..."), ptxas ("ptxas error   : ...") and linkers say it. Theirs are the lines without indent.
 _COMPILER_ERROR = re.compile(r"^\S.*(?:\berror(?:\s+#?[\w-]+)?\s*:|\bfatal\s*:|\bundefined reference to\b).*", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# The second and third come before an exception of a chain, which may lack frames.
+_TRACEBACK_START = re.compile(
+    r"^(?:Traceback \(most recent call last\):|The above exception was the direct cause of .*|During handling of the above exception.*)$",
+    re.MULTILINE,
+)
+_REPORTED_WAIT = re.compile(r"^.*\bwaited for rank \d+ longer than .*$", re.MULTILINE)
 _NOT_THE_CANDIDATE = re.compile(r"^<frozen |/(?:site-packages|dist-packages)/|/lib/python\d|/peerlane/(?!solutions/)")
 
 
@@ -27,9 +33,30 @@ def own_traceback(message: str) -> str:
 
 
 def error_line(message: str) -> str:
-    """The last line of a traceback, after its place in the candidate."""
-    line = one_line(message.strip().splitlines()[-1])
-    place = error_place(message)
+    """The first line of the exception that a traceback ends with, or the last line without one, after its place in the candidate."""
+    return _with_place(_exception_line(message) or last_line(message), message)
+
+
+def last_line(message: str) -> str:
+    """The last line of a message, after its place in the candidate."""
+    return _with_place(message.strip().splitlines()[-1], message)
+
+
+def reported_wait(message: str) -> str | None:
+    """The last report of a wait on a device that ran out of time, which ranks append to CUDA's error; None if there is none."""
+    found = _REPORTED_WAIT.findall(message)
+    return _with_place(found[-1], message) if found else None
+
+
+def _exception_line(message: str) -> str | None:
+    """The first line of the last exception: frames before it are indented, and its text may have more lines."""
+    starts = list(_TRACEBACK_START.finditer(message))
+    lines = message[starts[-1].end() :].splitlines() if starts else ()
+    return next((line for line in lines if line and not line[0].isspace()), None)
+
+
+def _with_place(text: str, message: str) -> str:
+    line, place = one_line(text), error_place(message)
     return line if place is None or place in line else f"{place}: {line}"
 
 
