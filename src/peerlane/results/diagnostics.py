@@ -12,7 +12,6 @@ _TRACEBACK_START = re.compile(
     r"^(?:Traceback \(most recent call last\):|The above exception was the direct cause of .*|During handling of the above exception.*)$",
     re.MULTILINE,
 )
-_REPORTED_WAIT = re.compile(r"^.*\bwaited for rank \d+ longer than .*$", re.MULTILINE)
 _NOT_THE_CANDIDATE = re.compile(r"^<frozen |/(?:site-packages|dist-packages)/|/lib/python\d|/peerlane/(?!solutions/)")
 
 
@@ -33,26 +32,16 @@ def own_traceback(message: str) -> str:
 
 
 def error_line(message: str) -> str:
-    """The first line of the exception that a traceback ends with, or the last line without one, after its place in the candidate."""
-    return _with_place(_exception_line(message) or last_line(message), message)
+    """The first line of the exception that a traceback ends with, after its place in the candidate; without one, the last line."""
+    starts = list(_TRACEBACK_START.finditer(message))
+    lines = message[starts[-1].end() :].splitlines() if starts else ()
+    exception = next((line for line in lines if line and not line[0].isspace()), None)  # lines of frames are indented
+    return last_line(message) if exception is None else _with_place(exception, message)
 
 
 def last_line(message: str) -> str:
     """The last line of a message, after its place in the candidate."""
     return _with_place(message.strip().splitlines()[-1], message)
-
-
-def reported_wait(message: str) -> str | None:
-    """The last report of a wait on a device that ran out of time, which ranks append to CUDA's error; None if there is none."""
-    found = _REPORTED_WAIT.findall(message)
-    return _with_place(found[-1], message) if found else None
-
-
-def _exception_line(message: str) -> str | None:
-    """The first line of the last exception: frames before it are indented, and its text may have more lines."""
-    starts = list(_TRACEBACK_START.finditer(message))
-    lines = message[starts[-1].end() :].splitlines() if starts else ()
-    return next((line for line in lines if line and not line[0].isspace()), None)
 
 
 def _with_place(text: str, message: str) -> str:
