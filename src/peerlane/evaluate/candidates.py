@@ -138,7 +138,10 @@ def candidate_text(source: str | bytes, problem: int | None = None, name: str = 
         raise CandidateNotFound(f"source={source!r}: expected the text of a Python module that defines `solution`")
     if not name.isprintable() or "/" in name or not name:
         raise CandidateNotFound(f"name={name!r}: expected a printable name without slashes, such as 'sample7_cuda'")
-    data = source.encode() if isinstance(source, str) else source
+    try:
+        data = source.encode() if isinstance(source, str) else source
+    except UnicodeEncodeError as error:
+        raise CandidateNotFound(f"source= cannot be encoded as UTF-8: {error.reason} at character {error.start}") from None
     return replace(_candidate(name, Path(f"{name}.py"), data, problem), text=data)
 
 
