@@ -1,6 +1,7 @@
 """``peerlane new``: files with the problem's signature."""
 
 import ast
+import errno
 import inspect
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path, peerlan
 )
 def test_what_cannot_be_written_says_why(arguments: list[str], says: str, tmp_path: Path, peerlane: Peerlane) -> None:
     assert says in peerlane("new", *arguments, "--out", str(tmp_path / "new.py"), code=ExitCode.USAGE).err and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
+    def write_nothing(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_nothing)
+    file = tmp_path / "1_mine_pytorch.py"
+    assert "No space left on device" in peerlane("new", "1", "--backend", "pytorch", "--out", file, code=ExitCode.USAGE).err
+    assert not file.exists()
 
 
 def test_no_name_of_a_file_is_defined_twice() -> None:

@@ -220,6 +220,7 @@ def replace_name(item: pl.Result, name: str) -> pl.Result:
         ({"problem": 1, "source": RIGHT, "preset": "small"}, "unknown options: preset"),
         ({"problem": 1, "source": RIGHT, "device": "cuda"}, "cannot change from call to call"),
         ({"problem": 1, "source": 7}, "expected the text of a Python module"),
+        ({"problem": 1, "source": "# \ud800"}, "cannot be encoded as UTF-8: surrogates not allowed at character 2"),
     ],
 )
 def test_a_request_that_cannot_be_is_told(request_: dict[str, Any], told: str, evaluator: pl.Evaluator) -> None:

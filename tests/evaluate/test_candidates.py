@@ -95,6 +95,15 @@ def test_a_file_that_changes_while_it_waits_is_not_judged(tmp_path: Path) -> Non
     assert judge(path)[0].correct
 
 
+def test_a_numbered_file_with_another_name_is_skipped_aloud(tmp_path: Path) -> None:
+    for name in ("1_right_cuda.py", "1.py", "2-allgather.py", "3_BROADCAST.PY", "helpers.py", "1_notes.txt"):
+        (tmp_path / name).write_text("")
+    notes: list[str] = []
+    assert [item.name for item in discover([str(tmp_path)], notes.append)] == ["1_right_cuda"]
+    skipped = ("1.py", "2-allgather.py", "3_BROADCAST.PY")
+    assert notes == [f"{tmp_path / name}: expected a name like <id>_<name>_<backend>.py; it is skipped" for name in skipped]
+
+
 def test_samples_in_subfolders_are_told_apart_and_a_bad_name_stops_nobody(tmp_path: Path) -> None:
     for sample in ("sample0", "sample1", ".hidden", "__pycache__"):
         (tmp_path / sample).mkdir()

@@ -7,13 +7,14 @@ import pytest
 
 from command_line import Peerlane
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.runs import run_to_judge
 from peerlane.errors import HarnessError, UsageError
 from peerlane.generate.agent import Episode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.models import ModelOptions
 from peerlane.generate.reply import extract_code
-from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord, StepRecord
+from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord, StepRecord, is_run
 from peerlane.generate.single_shot import Progress, ProviderDown, run_inspect
 from peerlane.problems.reference_source import reference_source
 
@@ -89,6 +90,49 @@ def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerla
     (folder / "002").symlink_to(tmp_path)
     (folder / "2_allgather_cuda.py").write_text(right)
     assert "002 is a link" in peerlane("eval", folder, "--model", "them", *JUDGE, code=ExitCode.USAGE).err
+
+
+def test_samples_follow_their_numbered_files(tmp_path: Path) -> None:
+    """Also without --model: a file that was changed is judged as it is now, and one that is gone is no sample any more."""
+
+    def judged(model: str | None) -> dict[str, bytes]:
+        run = run_to_judge([str(folder)], model)
+        assert run is not None and not run.refused
+        return {item.name: (item.source() or "").encode("latin-1") for item in run.candidates}
+
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    first, second = folder / "1_a_cuda.py", folder / "1_b_cuda.py"
+    first.write_bytes(b"A")
+    second.write_bytes(b"B")
+    assert judged("them") == {"001/0": b"A", "001/1": b"B"}
+    first.write_bytes(b"new")
+    assert judged(None) == {"001/0": b"new", "001/1": b"B"}
+    second.unlink()
+    assert judged(None) == {"001/0": b"new"}
+    assert [key.folder for key in RunFolder.open(folder).sample_keys()] == ["001/0"]
+
+
+def test_numbered_files_replace_no_sample_of_another_origin(tmp_path: Path) -> None:
+    (tmp_path / "001/0").mkdir(parents=True)
+    mine = tmp_path / "001/0/candidate.py"
+    mine.write_text("mine")
+    (tmp_path / "1_a_cuda.py").write_text("theirs")
+    with pytest.raises(UsageError, match=r"001/0/candidate\.py is a sample already, and 1_a_cuda\.py would replace it"):
+        run_to_judge([str(tmp_path)], "them")
+    assert mine.read_text() == "mine" and not is_run(tmp_path)
+
+
+def test_a_sample_under_a_wrong_name_is_refused_aloud(tmp_path: Path) -> None:
+    for name in ("001/0", "1/1", "001/02"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "candidate.py").write_text(name)
+    run = run_to_judge([str(tmp_path)], "them")
+    assert run is not None and [item.name for item in run.candidates] == ["001/0"]
+    assert [text.partition(f"{tmp_path}/")[2] for text in run.refused] == [
+        "1/1 is no name of a sample: expected 001/1; it is skipped",
+        "001/02 is no name of a sample: expected 001/2; it is skipped",
+    ]
 
 
 @pytest.mark.parametrize("link", ["001", "001/0", "001/0/steps", "logs"])

@@ -74,6 +74,29 @@ def test_a_build_error_gives_the_first_error_of_the_compiler(error: str, rest: s
     assert made.message.endswith(f"{STOPPED}\n")
 
 
+ILLEGAL = """torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+"""
+WAITED = "arena: rank 0 (caller) waited for rank 1 longer than 10 s (block 0, slot 2, expected 3, seen 2); see what rank 1 does meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "line"),
+    [
+        ("runtime_error", "ValueError: shapes differ\n\nfrom user code:\n  see above", "ValueError: shapes differ"),
+        ("out_of_memory", "MemoryError: too much\nsee the manual", "MemoryError: too much"),
+        ("cuda_error", ILLEGAL, ILLEGAL.splitlines()[0]),
+        ("cuda_error", f"{ILLEGAL}\n{WAITED}", WAITED),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "KeyError: 1\n\nDuring handling of the above exception, another exception occurred:\n\n"])
+def test_the_reason_is_the_first_line_of_an_exception(kind: str, text: str, line: str, before: str) -> None:
+    message = f'Traceback (most recent call last):\n  File "/tmp/1_x_cuda.py", line 7, in solution\n    f()\n{before}{text}\n'
+    assert verdict(kind, message=message).reason == f"rank 1, first_call: 1_x_cuda.py:7: {line}"
+
+
 def test_the_reason_is_the_last_line_where_no_compiler_speaks() -> None:
     assert verdict("build_error", message=f"{TRACEBACK}{STOPPED}\n").reason == f"rank 1, first_call: {STOPPED}"
     assert verdict("runtime_error", message="x.cu(1): error: quoted\nValueError: no").reason == "rank 1, first_call: ValueError: no"

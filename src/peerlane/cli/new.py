@@ -1,6 +1,7 @@
 """``peerlane new``: a candidate file to begin with."""
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,14 @@ def new(
     text, file = scaffold(problem, backend, variant), out or Path(scaffold_name(problem, backend))
     if file.suffix != ".py":
         raise UsageError(f"--out got {file}; expected the name of a Python file, such as {scaffold_name(problem, backend)}")
-    if file.exists() and not force:
+    if (there := file.exists()) and not force:
         raise UsageError(f"{file} exists; choose another file with --out, or replace it with --force")
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
+        if not there:  # on a full disk an empty file would stay, and be in the way of the next attempt
+            with suppress(OSError):
+                file.unlink()
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
     device = {"kit": "emulated", "nccl": "emulated", "cuda": "emulated", "nvshmem": "cuda"}.get(backend, "cpu")
     place = f"--device {device}" if problem.nodes[0] == 1 else f"--nodes {problem.nodes[0]} --device {device}"

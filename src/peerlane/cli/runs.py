@@ -51,8 +51,9 @@ def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | Non
         run = RunFolder(path, RunSettings(kind="candidates", model=model, track=track or "custom"))
     refused: list[str] = []
     notes: list[str] = []
-    if model is not None and run.settings.kind == "candidates":
+    if run.settings.kind == "candidates":
         _take_in(run, notes, refused)
+        refused += [f"{text}; it is skipped" for text in run.misnamed()]
         if any(run.candidates()):
             run = RunFolder.open_or_create(path, run.settings)
     candidate_files: dict[tuple[int, str], CandidateFile] = {}
@@ -81,10 +82,12 @@ def _take_in(run: RunFolder, notes: list[str], refused: list[str]) -> None:
     except CandidateNotFound:
         return  # nothing numbered
     counts: Counter[int] = Counter()
+    files: dict[SampleKey, tuple[str, bytes]] = {}
     for candidate in found:
         source = candidate.source()
         if candidate.problem is None or source is None:
             continue
         key = SampleKey(candidate.problem, counts[candidate.problem])
         counts[candidate.problem] += 1
-        run.put_candidate(key, source.encode("latin-1"))
+        files[key] = f"{candidate.name}.py", source.encode("latin-1")
+    run.copy_numbered_files(files)

@@ -25,6 +25,7 @@ REFERENCE = "reference"
 SOLUTIONS = "solutions"
 MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
 _MOST_NAMED = 20  # files, in one error
+_NUMBERED = re.compile(r"p?\d.*\.py", re.DOTALL | re.IGNORECASE)  # of a candidate, or meant to be that
 _CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 _CUDA_NAMES = (
     *("torch.utils.cpp_extension", "cpp_extension", "load_inline", "utils.cuda_helpers", "compile_cuda_extension", "_compile_kernel"),
@@ -138,7 +139,10 @@ def candidate_text(source: str | bytes, problem: int | None = None, name: str = 
         raise CandidateNotFound(f"source={source!r}: expected the text of a Python module that defines `solution`")
     if not name.isprintable() or "/" in name or not name:
         raise CandidateNotFound(f"name={name!r}: expected a printable name without slashes, such as 'sample7_cuda'")
-    data = source.encode() if isinstance(source, str) else source
+    try:
+        data = source.encode() if isinstance(source, str) else source
+    except UnicodeEncodeError as error:
+        raise CandidateNotFound(f"source= cannot be encoded as UTF-8: {error.reason} at character {error.start}") from None
     return replace(_candidate(name, Path(f"{name}.py"), data, problem), text=data)
 
 
@@ -253,8 +257,10 @@ def discover(
 def _in_folder(folder: Path, skipped: list[str], refused: list[str]) -> list[CandidateFile]:
     """The candidates below a folder, each named by its path there: samples of one problem have the same file name."""
     known = slugs()
-    files, unread = find_files(folder, lambda name: name.endswith(".py") and resolve(name.removesuffix(".py"), known) is not None)
+    numbered, unread = find_files(folder, lambda name: _NUMBERED.fullmatch(name) is not None)
+    files = [file for file in numbered if file.suffix == ".py" and resolve(file.stem, known) is not None]
     inside = _readable(files, folder, refused)
+    skipped += [f"{shown_path(file)}: expected a name like <id>_<name>_<backend>.py" for file in sorted({*numbered} - {*files})]
     refused += unread
     if not inside and not skipped and not refused:
         raise CandidateNotFound(f"no candidates in {folder}: expected files named <id>_<name>_<backend>.py, in it or below it")

@@ -4,6 +4,7 @@ RUN/run.json                     settings, prompt version, node
 RUN/013/prompt.md                what the model got for problem 13
 RUN/013/0/reply.md               sample 0 of it: what the model answered
 RUN/013/0/candidate.py           the code in it; missing if there was none
+RUN/013/0/copied_from.txt        the numbered file in the run's folder that candidate.py is a copy of
 RUN/013/0/sample.json            verdict-free facts: status, tokens, cost, time; written last, so it marks the sample as done
 RUN/013/0/steps/3/candidate.py   of an agent: what it had judged in its third step, with step.json
 RUN/results.jsonl                the evaluator's results
@@ -15,7 +16,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ from peerlane.results.sanitize import sanitize
 
 FORMAT = 1
 RUN_FILE = "run.json"
+ORIGIN_FILE = "copied_from.txt"
 MOST_CODE_BYTES, MOST_FACTS_BYTES = 2 << 20, 1 << 20
 """The most bytes of a candidate; and of ``run.json``, ``sample.json`` and ``step.json``. Samples may be by strangers."""
 _SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})", re.ASCII)
@@ -207,14 +209,19 @@ class RunFolder:
 
     def sample_keys(self) -> list[SampleKey]:
         """Returns the samples that are done or hold a candidate, in order. Links count: reading them is refused."""
-        found = []
+        return sorted(key for key, name in self._sample_folders() if key.folder == name)
+
+    def misnamed(self) -> list[str]:
+        """Returns a line for each folder that holds a sample under a wrong name, such as ``13/0`` or ``013/00`` for ``013/0``."""
+        folders = sorted(self._sample_folders())
+        return [f"{self.path / name} is no name of a sample: expected {key.folder}" for key, name in folders if key.folder != name]
+
+    def _sample_folders(self) -> Iterator[tuple[SampleKey, str]]:
         for folder in self.path.glob("*/*"):
             name = folder.relative_to(self.path).as_posix()
             match = _SAMPLE_FOLDER.fullmatch(name)
-            key = SampleKey(int(match[1]), int(match[2])) if match else None
-            if key is not None and key.folder == name and any(os.path.lexists(folder / file) for file in ("sample.json", "candidate.py")):
-                found.append(key)  # 13/0 and 013/00 are no other names of 013/0
-        return sorted(found)
+            if match and any(os.path.lexists(folder / file) for file in ("sample.json", "candidate.py")):
+                yield SampleKey(int(match[1]), int(match[2])), name
 
     def is_done(self, key: SampleKey) -> bool:
         """Tells whether the sample was finished."""
@@ -241,12 +248,39 @@ class RunFolder:
             record = record.model_copy(update={"sha256": hashlib.sha256(data).hexdigest()})
         _write(folder / "sample.json", (record.model_dump_json(indent=2) + "\n").encode())
 
-    def put_candidate(self, key: SampleKey, data: bytes) -> None:
-        """Keeps a candidate from elsewhere, of which nothing else is known; raises UsageError if the sample is of another kind."""
-        folder = self.path / key.folder
-        if self.is_done(key):
-            raise UsageError(f"{folder} is a sample of a model: expected only candidates from elsewhere; use another folder")
-        _write(make_folder(self.path, key.folder) / "candidate.py", data)
+    def copy_numbered_files(self, files: Mapping[SampleKey, tuple[str, bytes]]) -> None:
+        """Makes samples of numbered files, given by name and bytes, and removes copies of files that are gone.
+
+        Raises UsageError if a sample is there that is not such a copy; no sample has changed then.
+        """
+        copies = {key for key in self.sample_keys() if self._is_copy(key)}
+        changed = {key: file for key, file in files.items() if key not in copies or self._code(key) != file[1]}
+        for key, (name, data) in changed.items():
+            if self.is_done(key) or (key not in copies and self._code(key) not in (None, data)):
+                taken = self.path / key.folder / "candidate.py"
+                raise UsageError(f"{taken} is a sample already, and {name} would replace it: put numbered files in another folder")
+        for key, (name, data) in changed.items():
+            folder = make_folder(self.path, key.folder)
+            _write(folder / ORIGIN_FILE, name.encode())
+            _write(folder / "candidate.py", data)
+        for key in copies - files.keys():
+            for file in ("candidate.py", ORIGIN_FILE):
+                (self.path / key.folder / file).unlink(missing_ok=True)
+
+    def _code(self, key: SampleKey) -> bytes | None:
+        """The candidate of a sample, or None; raises UsageError if strangers made it something else than a file."""
+        candidate = self.path / key.folder / "candidate.py"
+        try:
+            return self.read(candidate) if os.path.lexists(candidate) else None
+        except FileRefused as error:
+            raise UsageError(f"{error}; put numbered files in another folder") from None
+
+    def _is_copy(self, key: SampleKey) -> bool:
+        try:
+            self.read(self.path / key.folder / ORIGIN_FILE, MOST_FACTS_BYTES)
+        except FileRefused:
+            return False
+        return True
 
     def write_step(self, key: SampleKey, record: StepRecord, source: str) -> None:
         """Keeps a candidate that an agent had judged."""

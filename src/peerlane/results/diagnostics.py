@@ -7,6 +7,11 @@ from peerlane.results.sanitize import one_line
 # As nvcc, NVRTC, g++ ("cuda.cu(12): error: ..."), ptxas ("ptxas error   : ...") and linkers say it. Theirs are the lines without indent.
 _COMPILER_ERROR = re.compile(r"^\S.*(?:\berror(?:\s+#?[\w-]+)?\s*:|\bfatal\s*:|\bundefined reference to\b).*", re.MULTILINE)
 _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)', re.MULTILINE)
+# The second and third come before an exception of a chain, which may lack frames.
+_TRACEBACK_START = re.compile(
+    r"^(?:Traceback \(most recent call last\):|The above exception was the direct cause of .*|During handling of the above exception.*)$",
+    re.MULTILINE,
+)
 _NOT_THE_CANDIDATE = re.compile(r"^<frozen |/(?:site-packages|dist-packages)/|/lib/python\d|/peerlane/(?!solutions/)")
 
 
@@ -27,9 +32,20 @@ def own_traceback(message: str) -> str:
 
 
 def error_line(message: str) -> str:
-    """The last line of a traceback, after its place in the candidate."""
-    line = one_line(message.strip().splitlines()[-1])
-    place = error_place(message)
+    """The first line of the exception that a traceback ends with, after its place in the candidate; without one, the last line."""
+    starts = list(_TRACEBACK_START.finditer(message))
+    lines = message[starts[-1].end() :].splitlines() if starts else ()
+    exception = next((line for line in lines if line and not line[0].isspace()), None)  # lines of frames are indented
+    return last_line(message) if exception is None else _with_place(exception, message)
+
+
+def last_line(message: str) -> str:
+    """The last line of a message, after its place in the candidate."""
+    return _with_place(message.strip().splitlines()[-1], message)
+
+
+def _with_place(text: str, message: str) -> str:
+    line, place = one_line(text), error_place(message)
     return line if place is None or place in line else f"{place}: {line}"
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from peerlane.results.diagnostics import error_line, first_compiler_error
+from peerlane.results.diagnostics import error_line, first_compiler_error, last_line
 from peerlane.results.record import Ratio, Record, Value
 from peerlane.results.sanitize import one_line
 
@@ -114,7 +114,7 @@ class BuildError(_Failure):
 
     @property
     def _telling_line(self) -> str:
-        return first_compiler_error(self.message) or super()._telling_line
+        return first_compiler_error(self.message) or last_line(self.message)
 
 
 class ImportFailure(_Failure):
@@ -133,6 +133,12 @@ class CudaError(_Failure):
     """CUDA reported an error: illegal address, failed launch, device-side assertion."""
 
     kind: Literal["cuda_error"] = "cuda_error"
+
+    @property
+    def _telling_line(self) -> str:
+        error, last = error_line(self.message), last_line(self.message)
+        # Reports of the emulator, and of waits that ran out of time, come last; so does torch's advice after an error of CUDA.
+        return error if "CUDA error" in error and "waited for rank" not in last else last
 
 
 class OutOfMemory(_Failure):
