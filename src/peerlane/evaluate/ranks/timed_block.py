@@ -45,8 +45,8 @@ class Block(abc.ABC):
     """what process groups counted while the calls were captured"""
     in_graphs = False
     barrier_bytes = 4 << 20
-    """Ranks meet in an all-reduce of this size. After a pause, small collectives of the first calls take 100 us longer, or a multiple, until
-    every link has carried bytes (results/h200x2/first_calls.txt)."""
+    """Ranks meet in an all-reduce of this size. After a pause, small collectives of the first calls take 100 us longer, or a multiple of
+    it, until every link has carried bytes (results/h200x2/first_calls.txt)."""
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
