@@ -99,8 +99,7 @@ def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callabl
     """A wrong answer: the right one for counts (P, E) changed by ``change(counts, me)``."""
 
     def answer(context: pc.AnswerContext) -> Four:
-        me = group_members(context.case, context.rank).index(context.rank)
-        return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, me))
+        return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, context.place))
 
     return answer
 

@@ -7,13 +7,13 @@ import torch
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import group_members, neighbours
+from peerlane.problems.families.collective import fitted, neighbours
 from peerlane.problems.p028_moe_pre_all2all import _by_expert, _chunks, _mapping, _routing_map, _rows
 
 
 def _with_rows(context: pc.AnswerContext, rows: torch.Tensor) -> pc.Tree:
     """The right answer but for its rows."""
-    return (moe.fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
+    return (fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
 
 
 def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[pc.AnswerContext], pc.Tree]:
@@ -47,20 +47,18 @@ def _slot_major(args: Sequence[Any]) -> torch.Tensor:
 
 
 def _equal_splits(context: pc.AnswerContext) -> pc.Tree:
-    members = group_members(context.case, context.rank)
-    me = members.index(context.rank)
-    parts = [_rows(args, _mapping(args)).tensor_split(len(members))[me] for args in (context.inputs[q] for q in members)]
+    sources = [context.inputs[q] for q in context.members]
+    parts = [_rows(args, _mapping(args)).tensor_split(len(sources))[context.place] for args in sources]
     return _with_rows(context, torch.cat(parts))
 
 
 def _splits_from_mask(context: pc.AnswerContext) -> pc.Tree:
     """Rows go where the mask says, whatever the splits say."""
-    members = group_members(context.case, context.rank)
-    local = context.case["experts"] // len(members)
-    first = members.index(context.rank) * local
+    local = context.case["experts"] // len(context.members)
+    first = context.place * local
     rows = []
     for expert in range(first, first + local):
-        for args in (context.inputs[q] for q in members):
+        for args in (context.inputs[q] for q in context.members):
             rows.append(_rows(args, _routing_map(args)[expert].nonzero()[:, 0]))
     return _with_rows(context, torch.cat(rows))
 
@@ -72,9 +70,8 @@ def _boolean_map(context: pc.AnswerContext) -> pc.Tree:
 
 def _contiguous_group(context: pc.AnswerContext) -> pc.Tree:
     """The rows that the neighbours send to the same place."""
-    place = group_members(context.case, context.rank).index(context.rank)
     sources = [context.inputs[q] for q in neighbours(context)]
-    parts = [torch.split(_rows(args, _mapping(args)), args[3])[place] for args in sources]
+    parts = [torch.split(_rows(args, _mapping(args)), args[3])[context.place] for args in sources]
     return _with_rows(context, torch.cat(parts))
 
 

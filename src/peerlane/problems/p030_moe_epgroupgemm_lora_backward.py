@@ -89,16 +89,12 @@ def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch
     return first, second, third
 
 
-def _members(context: pc.AnswerContext) -> Sequence[int]:
-    return collective.group_members(context.case, context.rank)
-
-
 def _own(context: pc.AnswerContext) -> Triple:
     return _sums(context.inputs, [context.rank])
 
 
 def _mean(context: pc.AnswerContext) -> Triple:
-    first, second, third = (total / len(_members(context)) for total in context.answer)
+    first, second, third = (total / len(context.members) for total in context.answer)
     return first, second, third
 
 
@@ -151,7 +147,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "eight_bits",
             "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
-            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], _members(c)),
+            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], c.members),
             ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
     ),

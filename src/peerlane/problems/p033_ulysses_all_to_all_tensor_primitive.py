@@ -44,9 +44,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 
 def _flat(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    me = members.index(context.rank)
-    parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
+    parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(context.members))[context.place] for source in context.members]
     return torch.cat(parts).view(context.answer.shape)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import BF16, all_gather_single, fitted, group_layout, group_members
 
 
 def reference(x: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _own_length_for_all(context: pc.AnswerContext) -> torch.Tensor:
     parts = [
         torch.cat([tensor] * -(-own // tensor.size(axis)), axis).narrow(axis, 0, own) for tensor in tensors if tensor.size(axis) and own
     ]
-    return ulysses.fitted(context, torch.cat([*parts, context.args[0]], axis), axis)
+    return fitted(torch.cat([*parts, context.args[0]], axis), context.answer.size(axis), axis)
 
 
 def _padding_left(context: pc.AnswerContext) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _padding_left(context: pc.AnswerContext) -> torch.Tensor:
     for tensor in tensors:
         padding = tensor.new_zeros(ulysses.with_length(tensor.shape, axis, longest - tensor.size(axis)))
         parts.append(torch.cat((tensor, padding), axis))
-    return ulysses.fitted(context, torch.cat(parts, axis), axis)
+    return fitted(torch.cat(parts, axis), context.answer.size(axis), axis)
 
 
 def _gathered_flat(context: pc.AnswerContext) -> torch.Tensor:

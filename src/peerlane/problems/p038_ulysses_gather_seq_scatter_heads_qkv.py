@@ -73,10 +73,9 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _whole_width_scattered(context: pc.AnswerContext) -> torch.Tensor:
     """The r-th part of all P channels, without regard to queries, keys and values."""
-    case, members = context.case, group_members(context.case, context.rank)
-    parts = [context.inputs[source][0].chunk(len(members), -1)[members.index(context.rank)] for source in members]
-    whole = torch.cat(parts, case["seq_dim"])
-    return _EXCHANGE.finished(case, context.rank, _blocks_of_three(whole))
+    parts = [context.inputs[source][0].chunk(len(context.members), -1)[context.place] for source in context.members]
+    whole = torch.cat(parts, context.case["seq_dim"])
+    return _EXCHANGE.finished(context.case, context.rank, _blocks_of_three(whole))
 
 
 def _channel_major(context: pc.AnswerContext) -> torch.Tensor:

@@ -72,10 +72,10 @@ def _farthest_dropped(context: pc.AnswerContext) -> torch.Tensor:
 
 def _later_ranks_visible(context: pc.AnswerContext) -> torch.Tensor:
     """A causal mask within the rank's own tokens only, whereas all of other ranks' keys count."""
-    case, rank, members = context.case, context.rank, group_members(context.case, context.rank)
+    case, rank = context.case, context.rank
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
-    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in members], dim=1).unbind(2)
-    local, place = q.shape[1], members.index(rank)
+    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in context.members], dim=1).unbind(2)
+    local, place = q.shape[1], context.place
     hidden = torch.zeros(local, k.shape[1], dtype=torch.bool, device=q.device)
     hidden[:, place * local : (place + 1) * local] = _future(local, local, q.device)
     attended = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden)

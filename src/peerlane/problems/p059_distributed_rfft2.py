@@ -167,8 +167,7 @@ def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], 
 
 def _from_the_end(field: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Padding in front of the field, or a crop that keeps its end."""
-    case, ranks = context.case, len(group_members(context.case, context.rank))
-    for axis, length in zip(fft.axes(case), transform_sizes(case, ranks), strict=True):
+    for axis, length in zip(fft.axes(context.case), transform_sizes(context.case, len(context.members)), strict=True):
         field = torch.cat((torch.zeros_like(field), field), dim=axis)
         short = length - field.shape[axis]
         if short > 0:

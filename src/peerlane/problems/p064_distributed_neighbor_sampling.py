@@ -221,16 +221,14 @@ def _spoilt(**options: Any) -> Any:
 
 def _own_positions(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
-    members = group_members(context.case, context.rank)
-    theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
+    theirs = torch.stack([context.inputs[q][2][:-1] for q in context.members])
     owner = context.args[4][node[col]].to(INT64)
     return node, row, col, edge - theirs[owner, node[col]] + context.args[2][node[col]]
 
 
 def _places(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
-    members = group_members(context.case, context.rank)
-    theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
+    theirs = torch.stack([context.inputs[q][2][:-1] for q in context.members])
     return node, row, col, edge - theirs[context.args[4][node[col]].to(INT64), node[col]]
 
 

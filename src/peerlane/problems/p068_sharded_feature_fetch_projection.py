@@ -186,13 +186,13 @@ def _partitioned(
     context: pc.AnswerContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The projection of the rows that another partition of the table names: ``owner_and_place(ids, ranks, own rank)``."""
-    members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
-    owner, place = owner_and_place(ids, len(members), members.index(context.rank))
-    return _projected(context.case, _fetched(context.inputs, members, ids, owner, place), context.args[2])
+    ids = context.args[1].to(INT64)
+    owner, place = owner_and_place(ids, len(context.members), context.place)
+    return _projected(context.case, _fetched(context.inputs, context.members, ids, owner, place), context.args[2])
 
 
 def _floor(context: pc.AnswerContext) -> torch.Tensor:
-    shard = context.args[3] // len(group_members(context.case, context.rank))
+    shard = context.args[3] // len(context.members)
     return _partitioned(
         context, lambda ids, ranks, _: ((ids // shard).clamp(max=ranks - 1), ids - (ids // shard).clamp(max=ranks - 1) * shard)
     )
@@ -203,15 +203,13 @@ def _own_shard(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
-    members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
-    remote = ids // _shard(context.case, len(members)) != members.index(context.rank)
+    remote = context.args[1].to(INT64) // _shard(context.case, len(context.members)) != context.place
     result: torch.Tensor = context.answer.masked_fill(remote.unsqueeze(1), 0.0)
     return result
 
 
 def _next_projection(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    other = members[(members.index(context.rank) + 1) % len(members)]
+    other = context.members[(context.place + 1) % len(context.members)]
     return _projected(context.case, _features(context.case, context.inputs, context.rank), context.inputs[other][2])
 
 
@@ -299,7 +297,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "owner_order",
             "rows in the order of their owners, as they come back",
-            lambda c: c.answer[(c.args[1] // _shard(c.case, len(group_members(c.case, c.rank)))).argsort(stable=True)],
+            lambda c: c.answer[(c.args[1] // _shard(c.case, len(c.members))).argsort(stable=True)],
             (*_RANDOM, *_PRODUCTION),
         ),
         pc.wrong(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems.families.graph import fitted, per_rank
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.graph import per_rank
 
 FP64, INT64 = torch.float64, torch.int64
 
@@ -218,9 +218,9 @@ def _by_sorting(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 
 def _other(context: pc.AnswerContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
     """What another rule gives, of sigmoids in the scores' dtype."""
-    chosen = group_members(context.case, context.rank) if members is None else members
+    chosen = context.members if members is None else members
     inputs = [tuple(x.to(FP32).sigmoid().to(context.case.dtype) for x in args[:2]) for args in context.inputs]
-    return fitted(_gathered(inputs, chosen, ranking), context.answer)
+    return fitted(_gathered(inputs, chosen, ranking), len(context.answer))
 
 
 def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 
 
 def _no_sigmoid(context: pc.AnswerContext) -> torch.Tensor:
-    return _gathered(context.inputs, group_members(context.case, context.rank), _standard)
+    return _gathered(context.inputs, context.members, _standard)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:

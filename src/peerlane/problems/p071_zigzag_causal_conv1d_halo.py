@@ -158,8 +158,7 @@ def _with_halos(context: pc.AnswerContext, halos: Sequence[torch.Tensor]) -> tor
 
 def _tail(context: pc.AnswerContext, place: int, chunk: int) -> torch.Tensor:
     """The last k - 1 samples of a chunk (0 or 1) of the rank at a place of the group, counted around the ring."""
-    members = group_members(context.case, context.rank)
-    x: torch.Tensor = context.inputs[members[place % len(members)]][0].chunk(2, -1)[chunk]
+    x: torch.Tensor = context.inputs[context.members[place % len(context.members)]][0].chunk(2, -1)[chunk]
     return x[..., x.shape[-1] - context.case["taps"] + 1 :]
 
 

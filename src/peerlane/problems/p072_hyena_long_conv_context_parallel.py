@@ -256,7 +256,7 @@ def _wrong(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
 
 def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
     """With zeros for the shards of ranks whose place in the group is not kept; ``kept`` has that place, and the rank's own."""
-    own = group_members(context.case, context.rank).index(context.rank)
+    own = context.place
     return _wrong(context, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
 
 

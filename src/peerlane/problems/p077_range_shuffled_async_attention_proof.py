@@ -52,7 +52,7 @@ def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]
     """A wrong answer: other keys for the ranges of queries."""
 
     def answer(context: pc.AnswerContext) -> torch.Tensor:
-        keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+        keys, values = _assembled(context.case, context.inputs, context.members, _sizes(context.case)[2])
         return _attend(context.case, context.args[0], keys, values, ranges(context))
 
     return answer
@@ -60,30 +60,28 @@ def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]
 
 def _rank_major(context: pc.AnswerContext) -> torch.Tensor:
     """All of the first rank's keys first, then all of the second's."""
-    case, (count, _, clip) = context.case, _sizes(context.case)
-    members = group_members(case, context.rank)
-    whole = torch.cat([context.inputs[q][1] for q in members])[: count * clip]
+    count, _, clip = _sizes(context.case)
+    whole = torch.cat([context.inputs[q][1] for q in context.members])[: count * clip]
     keys, values = whole.unsqueeze(0).chunk(2, dim=-1)
-    return _attend(case, context.args[0], keys, values, _ranges(context.args))
+    return _attend(context.case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_kept(context: pc.AnswerContext) -> torch.Tensor:
-    case, (_, rows, _) = context.case, _sizes(context.case)
-    members = group_members(case, context.rank)
-    keys, values = _assembled(case, context.inputs, members, len(members) * rows)
-    return _attend(case, context.args[0], keys, values, _ranges(context.args))
+    _, rows, _ = _sizes(context.case)
+    keys, values = _assembled(context.case, context.inputs, context.members, len(context.members) * rows)
+    return _attend(context.case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_dropped(context: pc.AnswerContext) -> torch.Tensor:
-    (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
-    real = min(max(clip - members.index(context.rank) * rows, 0), rows)
+    count, rows, clip = _sizes(context.case)
+    real = min(max(clip - context.place * rows, 0), rows)
     result: torch.Tensor = context.answer.clone()
     result.view(count, rows, -1)[:, real:] = 0.0
     return result
 
 
 def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
-    keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+    keys, values = _assembled(context.case, context.inputs, context.members, _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
     index = torch.arange(heads, device=device) % kv_heads
     return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))

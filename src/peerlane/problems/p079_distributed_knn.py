@@ -357,7 +357,7 @@ def _rounded_halves(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.
 
 def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every shard three quarters of k on two ranks, and half of k on more."""
-    case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
+    case, members, query = context.case, context.members, context.args[0].to(FP32)
     most = -(-case["k"] * 3 // 4) if len(members) == 2 else -(-case["k"] // 2)
     best = [(query @ context.inputs[q][1].to(FP32)).topk(most, dim=1) for q in members]
     labels = torch.cat([context.inputs[q][2].flatten()[each.indices] for q, each in zip(members, best, strict=True)], dim=1)
@@ -373,7 +373,7 @@ def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, t
 
 def _row_indices(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and numbers of rows instead of their labels."""
-    train = torch.cat([context.inputs[q][1] for q in group_members(context.case, context.rank)], dim=1).to(FP32)
+    train = torch.cat([context.inputs[q][1] for q in context.members], dim=1).to(FP32)
     return context.answer[0], (context.args[0].to(FP32) @ train).topk(context.case["k"], dim=1).indices
 
 

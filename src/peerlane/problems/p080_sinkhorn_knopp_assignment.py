@@ -198,9 +198,8 @@ def _wrong(*, members: Callable[[pc.AnswerContext], Sequence[int]] | None = None
 
 def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
-    members = group_members(context.case, context.rank)
-    samples = sum(context.answers[q].shape[0] for q in members)
-    total = torch.stack([context.answers[q].sum(0) for q in members]).sum(0)
+    samples = sum(context.answers[q].shape[0] for q in context.members)
+    total = torch.stack([context.answers[q].sum(0) for q in context.members]).sum(0)
     balanced: torch.Tensor = context.answer * (samples / context.case["prototypes"] / total)
     return balanced
 
@@ -209,9 +208,8 @@ def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -
     """The answer without iterations, with another number of samples."""
 
     def answer(context: pc.AnswerContext) -> torch.Tensor:
-        members = group_members(context.case, context.rank)
-        right = torch.stack([context.inputs[q][2] for q in members]).sum()
-        wrong = sum(samples(context, q) for q in members)
+        right = torch.stack([context.inputs[q][2] for q in context.members]).sum()
+        wrong = sum(samples(context, q) for q in context.members)
         scaled: torch.Tensor = context.answer * (wrong / right)
         return scaled
 

@@ -293,7 +293,7 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
     """The answer by a wrong rule: arguments of :func:`suppressed` that differ."""
 
     def answer(context: pc.AnswerContext) -> Outputs:
-        masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+        masks, scores = _gathered(context.inputs, context.members)
         _, _, _, times, threshold, reverse, _ = context.args
         return _answer(masks, scores, suppressed(masks, times, **{"threshold": threshold, "reverse": reverse, **changes}))
 
@@ -301,8 +301,7 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
 
 
 def _own_objects_only(context: pc.AnswerContext) -> Outputs:
-    members = group_members(context.case, context.rank)
-    masks, scores = _gathered(context.inputs, members)
+    masks, scores = _gathered(context.inputs, context.members)
     _, _, counts, times, threshold, reverse, _ = context.args
     parts = zip(torch.split(masks, counts), torch.split(times, counts), strict=True)
     return _answer(masks, scores, torch.cat([suppressed(m, t, threshold=threshold, reverse=reverse) for m, t in parts]))
@@ -310,7 +309,7 @@ def _own_objects_only(context: pc.AnswerContext) -> Outputs:
 
 def _one_after_the_other(context: pc.AnswerContext) -> Outputs:
     """Objects that are suppressed already suppress no other: those that lose to nobody come first."""
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     _, _, _, times, threshold, reverse, _ = context.args
     order = times.argsort(descending=reverse, stable=True)
     gone = torch.zeros_like(times, dtype=torch.bool)
@@ -322,12 +321,12 @@ def _one_after_the_other(context: pc.AnswerContext) -> Outputs:
 
 
 def _nobody_suppressed(context: pc.AnswerContext) -> Outputs:
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     return masks, scores, torch.zeros_like(context.answer[2])
 
 
 def _not_blanked(context: pc.AnswerContext) -> Outputs:
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     return masks, scores, context.answer[2]
 
 

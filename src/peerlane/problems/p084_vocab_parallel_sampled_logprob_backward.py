@@ -311,7 +311,7 @@ PROBLEM = pc.Problem(
             "the upstream gradient taken for one",
             lambda c: torch.where(c.args[2].unsqueeze(-1) == 0, 0, c.answer / c.args[2].to(FP32).unsqueeze(-1)),
         ),
-        pc.wrong("summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(group_members(c.case, c.rank))),
+        pc.wrong("summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(c.members)),
         pc.wrong("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
         pc.wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         *vocab.filter_wrong_answers(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems.families.graph import fine_uniform, fitted
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.graph import fine_uniform
 
 FP64 = torch.float64
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -191,22 +191,20 @@ def _by_merging(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 
 
 def _whole(context: pc.AnswerContext) -> torch.Tensor:
-    return torch.cat([context.inputs[q][0] for q in group_members(context.case, context.rank)])
+    return torch.cat([context.inputs[q][0] for q in context.members])
 
 
 def _unbalanced(context: pc.AnswerContext) -> torch.Tensor:
     """What starts where the rank's share would start if it had as many as it was given."""
-    members = group_members(context.case, context.rank)
-    first = sum(len(context.inputs[q][0]) for q in members[: members.index(context.rank)])
-    return fitted(_whole(context).sort().values[first:], context.answer)
+    first = sum(len(context.inputs[q][0]) for q in context.members[: context.place])
+    return fitted(_whole(context).sort().values[first:], len(context.answer))
 
 
 def _remainder_last(context: pc.AnswerContext) -> torch.Tensor:
     """The remainder's elements given to the last ranks: every part but the first starts too early."""
-    members, whole = group_members(context.case, context.rank), _whole(context).sort().values
-    sizes = balanced(len(whole), len(members))[::-1]
-    first = sum(sizes[: members.index(context.rank)])
-    return fitted(whole[first:], context.answer)
+    whole = _whole(context).sort().values
+    first = sum(balanced(len(whole), len(context.members))[::-1][: context.place])
+    return fitted(whole[first:], len(context.answer))
 
 
 def _other_order(context: pc.AnswerContext, values: torch.Tensor) -> torch.Tensor:
@@ -218,7 +216,7 @@ def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
     whole = _whole(context).sort().values
     differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
     differs[1:] = sort_keys(whole).diff() != 0
-    return _other_order(context, fitted(whole[differs], whole))
+    return _other_order(context, fitted(whole[differs], len(whole)))
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:

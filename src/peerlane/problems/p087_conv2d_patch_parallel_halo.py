@@ -152,9 +152,8 @@ def _with_halos(context: pc.AnswerContext, above: torch.Tensor, below: torch.Ten
 
 def _rows(context: pc.AnswerContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
     """Border rows of the rank at a distance in the group; ``around``: the first and the last rank are neighbours."""
-    members = group_members(context.case, context.rank)
-    place = members.index(context.rank) + distance
-    return _rows_from(context.case, context.inputs, context.rank, place % len(members) if around else place, side)
+    place = context.place + distance
+    return _rows_from(context.case, context.inputs, context.rank, place % len(context.members) if around else place, side)
 
 
 def _wrong_stripe(context: pc.AnswerContext, **mistakes: bool) -> torch.Tensor:

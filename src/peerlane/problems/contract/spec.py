@@ -305,6 +305,19 @@ class AnswerContext:
         return range(self.case.world_size)
 
     @property
+    def members(self) -> Sequence[int]:
+        """The ranks of this rank's process group, in its order; all ranks where the case has no groups."""
+        assert self.problem is not None, "calibration names the problem"
+        for groups in self.problem.process_groups(self.case).values():
+            return next(members for members in groups if self.rank in members)
+        return self.ranks
+
+    @property
+    def place(self) -> int:
+        """This rank's place among :attr:`members`."""
+        return self.members.index(self.rank)
+
+    @property
     def answer(self) -> Tree:
         """This rank's own right answer (to be spoilt, never returned)."""
         return self.answers[self.rank]

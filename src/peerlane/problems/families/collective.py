@@ -84,7 +84,7 @@ def group_members(case: pc.Case, rank: int) -> Sequence[int]:
 
 def neighbours(context: pc.AnswerContext) -> range:
     """Ranks that somebody would take for the rank's group who numbers groups by blocks."""
-    size = len(group_members(context.case, context.rank))
+    size = len(context.members)
     first = context.rank // size * size
     return range(first, first + size)
 
@@ -138,6 +138,16 @@ def sum_tolerance(case: pc.Case, elements: int) -> Mapping[str, pc.Tolerance]:
     cancels = case.params.get("data") == "cancelling" or elements < 64
     normwise = None if cancels else {BF16: 1e-2, FP16: 2e-3, FP32: 1e-6}[case.dtype]
     return {"sum": pc.Tolerance(magnitude=(case.world_size + 2) * u, normwise=normwise)}
+
+
+def fitted(tensor: torch.Tensor, length: int, axis: int = 0) -> torch.Tensor:
+    """``tensor`` repeated and cut to a length along an axis, so that its contents, not its shape, make an answer wrong; zeros if empty."""
+    own = tensor.size(axis)
+    if own == 0:
+        shape = list(tensor.shape)
+        shape[axis] = length
+        return tensor.new_zeros(shape)
+    return torch.cat([tensor] * max(1, -(-length // own)), axis).narrow(axis, 0, length)
 
 
 def wide_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -339,13 +339,6 @@ def travelling_rows(case: pc.Case, rank: int) -> float:
     return tokens * distinct_ranks(case, len(members)) * (len(members) - 1) / len(members)
 
 
-def fitted(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """``rows`` repeated and cut to a length, so that contents and not the shape decide; zeros if there are none."""
-    if rows.shape[0] == 0:
-        return rows.new_zeros((length, *rows.shape[1:]))
-    return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
-
-
 def group_size(case: pc.Case) -> int:
     """P: the number of ranks that exchange rows."""
     return len(group_members(case, 0))

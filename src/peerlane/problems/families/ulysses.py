@@ -155,13 +155,12 @@ class Exchange:
         )
 
     def _strided(self, context: pc.AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        scatter_dim, _ = self.axes(case)
+        scatter_dim, _ = self.axes(context.case)
         parts = []
-        for tensor in self.tensors(case, context.inputs, context.rank):
-            places = torch.arange(members.index(context.rank), tensor.size(scatter_dim), len(members), device=tensor.device)
+        for tensor in self.tensors(context.case, context.inputs, context.rank):
+            places = torch.arange(context.place, tensor.size(scatter_dim), len(context.members), device=tensor.device)
             parts.append(tensor.index_select(scatter_dim, places))
-        return self.joined(case, context.rank, parts)
+        return self.joined(context.case, context.rank, parts)
 
     def _interleaved(self, context: pc.AnswerContext) -> torch.Tensor:
         blocks = self.blocks(context.case, context.inputs, context.rank)
@@ -185,11 +184,3 @@ class Exchange:
 def members_tensors(case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
     """The first argument of every member of the rank's group, in group order."""
     return [inputs[source][0] for source in group_members(case, rank)]
-
-
-def fitted(context: pc.AnswerContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """``tensor`` repeated and cut to the answer's length along ``axis``, so that contents, not the shape, decide; zeros if it is empty."""
-    length, own = context.answer.size(axis), tensor.size(axis)
-    if own == 0:
-        return torch.zeros_like(context.answer)
-    return torch.cat([tensor] * -(-length // own), axis).narrow(axis, 0, length) if length else tensor.narrow(axis, 0, 0)

@@ -342,7 +342,7 @@ def own_filters(context: pc.AnswerContext) -> tuple[int | None, float | None]:
 
 
 def unfiltered(context: pc.AnswerContext) -> torch.Tensor:
-    return whole_vocabulary(context.inputs, group_members(context.case, context.rank))
+    return whole_vocabulary(context.inputs, context.members)
 
 
 def _without_top_k(context: pc.AnswerContext) -> torch.Tensor:
@@ -370,7 +370,7 @@ def _exactly_k(context: pc.AnswerContext) -> torch.Tensor:
 def _one_short(context: pc.AnswerContext) -> torch.Tensor:
     """Of every shard only the k - 1 largest logits."""
     top_k, top_p = own_filters(context)
-    shards = [context.inputs[q][0].to(FP32) for q in group_members(context.case, context.rank)]
+    shards = [context.inputs[q][0].to(FP32) for q in context.members]
     most = None if top_k is None else min(top_k - 1, shards[0].shape[-1])
     return keep_nucleus(keep_largest(torch.cat([keep_largest(shard, most) for shard in shards], dim=-1), top_k), top_p)
 

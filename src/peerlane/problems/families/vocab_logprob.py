@@ -141,7 +141,7 @@ def _local(context: pc.AnswerContext, normalised: bool) -> torch.Tensor:
     """-inf for targets on other ranks; for the rank's own the right answer, or, if ``normalised``, that over its shard alone."""
     logits, target = context.args[:2]
     _, shard = vocabulary(context.case, context.rank)
-    local = target - group_members(context.case, context.rank).index(context.rank) * shard
+    local = target - context.place * shard
     own = (local >= 0) & (local < shard)
     top_k, top_p = filters(context.case, shard)
     kept = keep_nucleus(keep_largest(logits.to(FP32), top_k), top_p)
