@@ -74,9 +74,9 @@ PROBLEM = pc.Problem(
         ),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
-        pc.AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs]),
+        sequential_in_dtype=lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs]),
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

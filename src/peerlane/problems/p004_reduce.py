@@ -120,10 +120,7 @@ PROBLEM = pc.Problem(
             ("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", _by(collective.wide_sum)),
-        pc.AlternativeSolution("sequential_in_dtype", _by(collective.sequential_sum)),
-    ),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_by(collective.wide_sum), sequential_in_dtype=_by(collective.sequential_sum)),
     integer_exact=True,
     excused={
         "neighbours_exchanged": "a sum does not depend on the order of its terms",

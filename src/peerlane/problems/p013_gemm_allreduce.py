@@ -101,9 +101,9 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("int8_operands", "products of 8-bit integers with a scale for every 32 neighbours along K", _int8_operands, ("pkb/bf16",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL)),
-        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL)),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL),
+        one_long_product=lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL),
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

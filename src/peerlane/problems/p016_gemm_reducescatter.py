@@ -112,11 +112,9 @@ PROBLEM = pc.Problem(
         pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, c.ranks, owner=0)),
         pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _sum_over(c, c.ranks, owner=c.case.world_size - 1 - c.rank)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution(
-            "fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))
-        ),
-        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank))),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank)),
+        one_long_product=lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank)),
     ),
     integer_exact=True,
     notes=(

@@ -253,9 +253,9 @@ PROBLEM = pc.Problem(
         pc.wrong("truncated", "rounded towards zero", _truncated),
         pc.wrong("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, _HARD),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
-        pc.AlternativeSolution("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
+    alternative_solutions=pc.alternatives(
+        product_with_reciprocal=_by_product(lambda amax, scales: 1.0 / scales),
+        product_with_448_over_amax=_by_product(lambda amax, scales: E4M3_MAX / amax),
     ),
     excused={
         "another_rank": "all ranks have the same answer",

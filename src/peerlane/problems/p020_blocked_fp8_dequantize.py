@@ -176,7 +176,7 @@ PROBLEM = pc.Problem(
         pc.wrong("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
         pc.wrong("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
+    alternative_solutions=pc.alternatives(decoded_by_the_receiver=_at_receiver),
     notes=(
         "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives. Here its shape keeps "
         "bfloat16, with positive scales, and the other presets are FP8.",

@@ -395,7 +395,7 @@ PROBLEM = pc.Problem(
             lambda c: _FLOAT32(c) and c["k"] > 1,
         ),
     ),
-    alternative_solutions=(pc.AlternativeSolution("one_hot_fp32", _wide), pc.AlternativeSolution("probabilities_in_dtype", _in_dtype)),
+    alternative_solutions=pc.alternatives(one_hot_fp32=_wide, probabilities_in_dtype=_in_dtype),
     excused={
         **pc.any_order("a mean does not depend on the order of its terms"),
         "another_rank": "all ranks have the same answer",

@@ -196,8 +196,4 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, _VALID_FP32),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("fp32_logits", _wide_logits),
-    pc.AlternativeSolution("everything_in_dtype", _in_dtype),
-    pc.AlternativeSolution("carrying_gradient", _carrying_gradient),
-)
+ALTERNATIVE_SOLUTIONS = pc.alternatives(fp32_logits=_wide_logits, everything_in_dtype=_in_dtype, carrying_gradient=_carrying_gradient)

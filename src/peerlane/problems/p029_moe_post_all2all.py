@@ -346,7 +346,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("added_by_rank", _added_by_rank)),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_wide, added_by_rank=_added_by_rank),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

@@ -151,11 +151,9 @@ PROBLEM = pc.Problem(
             ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank))),
-        pc.AlternativeSolution(
-            "sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank), collective.sequential_sum)
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank)),
+        sequential_in_dtype=lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank), collective.sequential_sum),
     ),
     excused={
         **pc.any_order("a sum does not depend on the order of its terms"),

@@ -137,7 +137,7 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
-    pc.AlternativeSolution("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    wide=lambda case, inputs, rank: _in_steps(case, inputs, rank, None),
+    rounded_stages=lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype),
 )

@@ -238,7 +238,7 @@ PROBLEM = pc.Problem(
         pc.wrong("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), _LOSSY),
         pc.wrong("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), ("small/floor_fp32",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("true_division", _by_definition), pc.AlternativeSolution("reciprocal", _by_reciprocal)),
+    alternative_solutions=pc.alternatives(true_division=_by_definition, reciprocal=_by_reciprocal),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(

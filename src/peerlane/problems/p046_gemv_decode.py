@@ -187,9 +187,9 @@ PROBLEM = pc.Problem(
         pc.wrong("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
         pc.wrong("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_once", lambda case, inputs, rank: _logits(inputs)),
-        pc.AlternativeSolution("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
+    alternative_solutions=pc.alternatives(
+        rounded_once=lambda case, inputs, rank: _logits(inputs),
+        rounded_twice=lambda case, inputs, rank: _logits(inputs, two_roundings=True),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

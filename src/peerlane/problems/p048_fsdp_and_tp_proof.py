@@ -119,8 +119,8 @@ KNOWN_WRONG_ANSWERS = (
     _wrong("no_gate", "silu(x W1) W3", activation=lambda _: lambda gate, up: F.silu(gate)),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(case, inputs, rank)),
-    pc.AlternativeSolution("rounded_partial_sums", _rounded_partial_sums),
-    pc.AlternativeSolution("every_operation_rounded", _every_operation_rounded),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    fp32_rounded_once=lambda case, inputs, rank: _in_float32(case, inputs, rank),
+    rounded_partial_sums=_rounded_partial_sums,
+    every_operation_rounded=_every_operation_rounded,
 )

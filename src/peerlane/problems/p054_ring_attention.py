@@ -244,7 +244,7 @@ PROBLEM = pc.Problem(
         pc.wrong("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, lambda c: c["causal"]),
         pc.wrong("default_scale", "softmax_scale ignored", _default_scale, lambda c: "scale" in c.params),
     ),
-    alternative_solutions=(pc.AlternativeSolution("dense_fp32", _dense), pc.AlternativeSolution("flash_rounded_probabilities", _flash)),
+    alternative_solutions=pc.alternatives(dense_fp32=_dense, flash_rounded_probabilities=_flash),
     process_groups=process_groups,
     notes=(
         "The public benchmark's rows see 16 keys at most, with scores of order one, so that rescaling is never put to the test. Here "

@@ -259,11 +259,9 @@ PROBLEM = pc.Problem(
         pc.wrong("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
         pc.wrong("summed_over_world", "the sum over all ranks", _summed_over_world, lambda c: _grid(c).sizes[1] > 1),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case))),
-        pc.AlternativeSolution(
-            "every_step_rounded", lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case))
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case)),
+        every_step_rounded=lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case)),
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"

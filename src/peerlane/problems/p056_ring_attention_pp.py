@@ -257,11 +257,9 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("residual", "the first stage's input added to its output", _residual, lambda c: c.params.get("pattern") != "stage_scale"),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),
-        pc.AlternativeSolution(
-            "every_step_rounded", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True)
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_steps=lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case)),
+        every_step_rounded=lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True),
     ),
     process_groups=process_groups,
     notes=(

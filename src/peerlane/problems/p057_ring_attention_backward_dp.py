@@ -344,9 +344,8 @@ PROBLEM = pc.Problem(
             _REPLICATED,
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
-        pc.AlternativeSolution("every_step_rounded", _rounded),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case)), every_step_rounded=_rounded
     ),
     excused={
         f"another_rank@{name}": "all ranks hold the same place of the sequence, and have the same mean"

@@ -148,7 +148,6 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
-    pc.AlternativeSolution("rounded_logits", _rounded_logits),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    fp32_by_block=lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank)), rounded_logits=_rounded_logits
 )

@@ -251,11 +251,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sent_in_half", "float16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.float16)), _IN_HALF),
         pc.wrong("padded_or_cut_in_front", "the wrong end padded or cut", TRANSFORM.of(_from_the_end), _CUT),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("whole_fp32", TRANSFORM.answer),
-        pc.AlternativeSolution("columns_first_fp32", _columns_first),
-        pc.AlternativeSolution("by_symmetry_fp32", _by_symmetry),
-    ),
+    alternative_solutions=pc.alternatives(whole_fp32=TRANSFORM.answer, columns_first_fp32=_columns_first, by_symmetry_fp32=_by_symmetry),
     process_groups=group_layout,
     notes=(
         "The public benchmark's tolerance of one per cent accepts numbers that were sent in half precision. Here errors are held to what "

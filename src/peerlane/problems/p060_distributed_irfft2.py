@@ -293,11 +293,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sent_in_bfloat16", "the spectrum in bfloat16", TRANSFORM.of(lambda z, _: fft.through(torch.bfloat16, z))),
         pc.wrong("sent_in_half", "the spectrum in float16", TRANSFORM.of(lambda z, _: fft.through(torch.float16, z)), _IN_HALF),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("weighted_bins_fp32", TRANSFORM.answer),
-        pc.AlternativeSolution("extended_fp32", _by_extension),
-        pc.AlternativeSolution("rows_first_fp32", _rows_first),
-    ),
+    alternative_solutions=pc.alternatives(weighted_bins_fp32=TRANSFORM.answer, extended_fp32=_by_extension, rows_first_fp32=_rows_first),
     variant_references={"pkb": legacy_reference},
     process_groups=group_layout,
     notes=(

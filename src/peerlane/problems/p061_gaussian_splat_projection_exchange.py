@@ -402,10 +402,7 @@ PROBLEM = pc.Problem(
             _GENERAL,
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("factored_fp32", splat_answers.factored),
-        pc.AlternativeSolution("covariances_fp32", splat_answers.by_covariances),
-    ),
+    alternative_solutions=pc.alternatives(factored_fp32=splat_answers.factored, covariances_fp32=splat_answers.by_covariances),
     excused={
         "previous/camera_ids": _FIXED,
         **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},

@@ -362,10 +362,7 @@ PROBLEM = pc.Problem(
             lambda c: sphere_answers.remixed(c, y=sphere_answers.tensor_float32, weight=sphere_answers.tensor_float32),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("bands_reversed", sphere_answers.bands_reversed),
-        pc.AlternativeSolution("mixed_before_the_sum", sphere_answers.mixed_first),
-    ),
+    alternative_solutions=pc.alternatives(bands_reversed=sphere_answers.bands_reversed, mixed_before_the_sum=sphere_answers.mixed_first),
     process_groups=process_groups,
     notes=(
         "The public benchmark draws weight, bias and psi anew on every rank. Here weight and bias are equal on all ranks and psi within "

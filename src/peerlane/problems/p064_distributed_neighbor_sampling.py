@@ -342,9 +342,7 @@ PROBLEM = pc.Problem(
             lambda c: (*c.answer[:3], _last_from(c.answer[3], c.previous[3])),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
-    ),
+    alternative_solutions=pc.alternatives(by_sorting=lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
     excused={
         "previous/col@pkb/int64": "every node has more neighbours than are sampled, so that col is the same for every graph",
         "previous/col@pkb/public_replicated": "every node has more neighbours than are sampled, so that col is the same for every graph",

@@ -228,7 +228,7 @@ PROBLEM = pc.Problem(
         pc.wrong("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, _beyond_two(_UNEVEN)),
         pc.wrong("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
     ),
-    alternative_solutions=(pc.AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
+    alternative_solutions=pc.alternatives(gather_at_the_end=_gather_at_the_end),
     process_groups=group_layout,
     notes=(
         "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows. Here they differ for every "

@@ -254,10 +254,7 @@ PROBLEM = pc.Problem(
             (*_UNEVEN, "small/heavy", "pkb/fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("sorted_fp32", _received_sums("sorted")),
-        pc.AlternativeSolution("chunkwise_reversed_fp32", _received_sums("chunkwise")),
-    ),
+    alternative_solutions=pc.alternatives(sorted_fp32=_received_sums("sorted"), chunkwise_reversed_fp32=_received_sums("chunkwise")),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

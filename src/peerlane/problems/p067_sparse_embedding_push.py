@@ -204,7 +204,7 @@ PROBLEM = pc.Problem(
         pc.wrong("one_row_per_id", "duplicates of an id given the same row", _added_up, ("small/hot_bf16",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("gather_and_sort", _by_selection),),
+    alternative_solutions=pc.alternatives(gather_and_sort=_by_selection),
     process_groups=group_layout,
     graph=False,
     graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",

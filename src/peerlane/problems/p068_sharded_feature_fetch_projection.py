@@ -307,11 +307,7 @@ PROBLEM = pc.Problem(
             (*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "pkb/bf16", *_PRODUCTION[:2]),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("direct_fp32", _direct),
-        pc.AlternativeSolution("split_depth_fp32", _split_depth),
-        pc.AlternativeSolution("unique_fp32", _unique),
-    ),
+    alternative_solutions=pc.alternatives(direct_fp32=_direct, split_depth_fp32=_split_depth, unique_fp32=_unique),
     process_groups=group_layout,
     integer_exact=True,
     graph=False,

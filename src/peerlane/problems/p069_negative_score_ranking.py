@@ -316,7 +316,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("whole_world", "group ignored", lambda c: _other(c, _standard, c.ranks), ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_counting", _by_counting), pc.AlternativeSolution("by_sorting", _by_sorting)),
+    alternative_solutions=pc.alternatives(by_counting=_by_counting, by_sorting=_by_sorting),
     excused={
         "another_rank": "all ranks have the same answer",
         "eight_bits@small/open_ties_bf16/w8": "the tied scores keep their order in eight bits",

@@ -345,7 +345,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("weights_unpermuted", "weights as they are received", _weights_unpermuted, _WEIGHTED),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_sorting", _by_sorting),),
+    alternative_solutions=pc.alternatives(by_sorting=_by_sorting),
     excused={
         **{
             f"{null}/{output}": _FROM_LAYOUT

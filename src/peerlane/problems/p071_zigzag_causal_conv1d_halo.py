@@ -258,10 +258,7 @@ PROBLEM = pc.Problem(
         pc.wrong("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, _HALO),
         pc.wrong("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, ("small/offset_bf16",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("tap_by_tap_fp32", _fp32),
-        pc.AlternativeSolution("whole_sequence_fp32", _whole_sequence),
-    ),
+    alternative_solutions=pc.alternatives(tap_by_tap_fp32=_fp32, whole_sequence_fp32=_whole_sequence),
     process_groups=group_layout,
     notes=(
         "The public benchmark draws another weight on every rank, which no model has. Here it is replicated, so that a rank may compute "

@@ -364,9 +364,8 @@ PROBLEM = pc.Problem(
         pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
         pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_between", _fp32),
-        pc.AlternativeSolution("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
+    alternative_solutions=pc.alternatives(
+        rounded_between=_fp32, fp32_throughout=lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)
     ),
     process_groups=group_layout,
     notes=(

@@ -135,8 +135,4 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("merged_shards_fp32", _merged_shards),
-    pc.AlternativeSolution("online_fp32", _online),
-    pc.AlternativeSolution("every_step_rounded", _every_step_rounded),
-)
+ALTERNATIVE_SOLUTIONS = pc.alternatives(merged_shards_fp32=_merged_shards, online_fp32=_online, every_step_rounded=_every_step_rounded)

@@ -116,7 +116,6 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
-    pc.AlternativeSolution("tensor_cores", _tensor_cores),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    recurrent_fp32=lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent), tensor_cores=_tensor_cores
 )

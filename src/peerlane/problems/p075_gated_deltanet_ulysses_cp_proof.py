@@ -125,4 +125,4 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (pc.AlternativeSolution("recurrent_fp32", _recurrent), pc.AlternativeSolution("tensor_cores", _tensor_cores))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(recurrent_fp32=_recurrent, tensor_cores=_tensor_cores)

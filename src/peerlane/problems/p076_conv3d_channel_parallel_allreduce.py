@@ -296,9 +296,8 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, c.members, flipped=True)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
-        pc.AlternativeSolution("sequential_in_dtype", _in_dtype),
+    alternative_solutions=pc.alternatives(
+        fp32_sum=lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank)), sequential_in_dtype=_in_dtype
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -135,9 +135,6 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("dense_fp32", _answer),
-    pc.AlternativeSolution(
-        "rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
-    ),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    dense_fp32=_answer, rounded_probabilities_by_block=lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
 )

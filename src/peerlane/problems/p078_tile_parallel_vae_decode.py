@@ -314,7 +314,7 @@ PROBLEM = pc.Problem(
             ("small/all_axes_fp32",),
         ),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _fp32), pc.AlternativeSolution("rounded_blending", _rounding)),
+    alternative_solutions=pc.alternatives(fp32_rounded_once=_fp32, rounded_blending=_rounding),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

@@ -464,11 +464,8 @@ PROBLEM = pc.Problem(
         pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
         pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("flat_fp32", _flat),
-        pc.AlternativeSolution("hierarchical_rounded", _hierarchical),
-        pc.AlternativeSolution("split_depth_fp32", _split_depth),
-        pc.AlternativeSolution("rounded_halves", _rounded_halves),
+    alternative_solutions=pc.alternatives(
+        flat_fp32=_flat, hierarchical_rounded=_hierarchical, split_depth_fp32=_split_depth, rounded_halves=_rounded_halves
     ),
     process_groups=group_layout,
     graph=False,

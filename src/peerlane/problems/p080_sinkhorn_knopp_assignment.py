@@ -293,10 +293,7 @@ PROBLEM = pc.Problem(
         pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
         pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),
-        pc.AlternativeSolution("logarithmic_fp32", _logarithmic),
-    ),
+    alternative_solutions=pc.alternatives(scaling_vectors_fp32=_scaling_vectors, logarithmic_fp32=_logarithmic),
     process_groups=group_layout,
     notes=(
         "The public benchmark's logits are so close together that every entry is 6e-5 within a factor of two, below its absolute "

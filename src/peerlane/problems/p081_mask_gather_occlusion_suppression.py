@@ -431,7 +431,7 @@ PROBLEM = pc.Problem(
         pc.wrong("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, ("small/chain_fp32",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("counted_in_integers", _by_counting),),
+    alternative_solutions=pc.alternatives(counted_in_integers=_by_counting),
     excused={
         **{f"previous/suppress@{name}": _FEW for name in _FEW_OBJECTS},
         "another_rank": "all ranks have the same answer",

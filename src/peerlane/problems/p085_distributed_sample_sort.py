@@ -301,7 +301,7 @@ PROBLEM = pc.Problem(
         pc.wrong("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), _VARIED),
         pc.wrong("without_duplicates", "equal elements once", _without_duplicates, ("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_keys", _by_keys), pc.AlternativeSolution("by_merging", _by_merging)),
+    alternative_solutions=pc.alternatives(by_keys=_by_keys, by_merging=_by_merging),
     excused={
         **pc.any_order("a sorted sequence does not depend on the order of its parts"),
         "another_rank@small/equal_fp32": _EQUAL,

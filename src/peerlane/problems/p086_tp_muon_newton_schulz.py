@@ -308,10 +308,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("whole_fp32", _whole_fp32),
-        pc.AlternativeSolution("gram_recursion_fp32", _gram_recursion),
-    ),
+    alternative_solutions=pc.alternatives(whole_fp32=_whole_fp32, gram_recursion_fp32=_gram_recursion),
     process_groups=group_layout,
     notes=(
         "The public benchmark accepts an absolute error of 0.01 where entries are 0.035 in size. Here the error is relative, and strict "

@@ -263,7 +263,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _single), pc.AlternativeSolution("bias_after_rounding", _late_bias)),
+    alternative_solutions=pc.alternatives(fp32_rounded_once=_single, bias_after_rounding=_late_bias),
     process_groups=group_layout,
     notes=(
         "The public benchmark draws another weight and bias on every rank, unscaled. Here they are replicated and outputs of order one.",

@@ -31,6 +31,7 @@ from peerlane.problems.contract.spec import (
 )
 from peerlane.problems.contract.tree import GroupRef, Tree, describe, leaves, linear_over, map_leaves, resolve_groups, tensor_descriptions
 from peerlane.problems.contract.wrong_answers import (
+    alternatives,
     any_order,
     except_for,
     grouped,
@@ -45,8 +46,8 @@ from peerlane.problems.contract.wrong_answers import (
 __all__ = [
     "INTEGER", "RANDOM", "UNIT_ROUNDOFF", "Algorithm", "AlternativeSolution", "AnswerContext", "BlockGenerators", "Case", "CaseSpec",
     "Cost", "Draw", "Expected", "FromProof", "GroupLayout", "GroupRef", "Inputs", "KnownWrongAnswer", "Preset", "Problem", "Score", "Step",
-    "Steps", "Tolerance", "Tree", "Where", "any_order", "case", "compare_close", "compare_exact", "constant", "describe", "exactly",
-    "except_for", "expected_leaves", "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves", "names_of",
-    "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "step",
+    "Steps", "Tolerance", "Tree", "Where", "alternatives", "any_order", "case", "compare_close", "compare_exact", "constant", "describe",
+    "exactly", "except_for", "expected_leaves", "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves",
+    "names_of", "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "step",
     "tensor_descriptions", "traffic", "transport_faults", "where", "wrong",
 ]  # fmt: skip

@@ -196,10 +196,7 @@ def _gathered_shardwise(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Te
     return torch.stack([inputs[q][0].to(FP32) @ b[q] for q in order]).sum(0).to(case.dtype)
 
 
-GATHERED_VARIANTS = (
-    pc.AlternativeSolution("fp32_accumulation", _gathered_wide),
-    pc.AlternativeSolution("shardwise_own_first", _gathered_shardwise),
-)
+GATHERED_VARIANTS = pc.alternatives(fp32_accumulation=_gathered_wide, shardwise_own_first=_gathered_shardwise)
 
 
 def wide_sum_of_products(case: pc.Case, inputs: pc.Inputs, rows: slice) -> torch.Tensor:

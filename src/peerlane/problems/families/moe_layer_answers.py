@@ -158,7 +158,7 @@ def _narrow(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return combine(inputs, tokens, reordered, owners[::-1])[0]
 
 
-ALTERNATIVE_SOLUTIONS = (pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("every_step_rounded", _narrow))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(fp32_accumulation=_wide, every_step_rounded=_narrow)
 
 Reweigh = Callable[[torch.Tensor, pc.Case], torch.Tensor]
 

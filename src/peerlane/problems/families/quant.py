@@ -272,4 +272,4 @@ def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], Arguments, int
     def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, Arguments, int], pc.Tree]:
         return lambda case, inputs, rank: combine(case, [trip(args[0], args[1]) for args in inputs], inputs, rank)
 
-    return (pc.AlternativeSolution("true_division", variant(by_division)), pc.AlternativeSolution("reciprocal", variant(by_reciprocal)))
+    return pc.alternatives(true_division=variant(by_division), reciprocal=variant(by_reciprocal))

@@ -325,14 +325,10 @@ def filter_variants(answer: Answer) -> tuple[pc.AlternativeSolution, ...]:
         kept = filter_in_own_dtype if case.variant == "pkb" else direct_filter
         return answer(case, rank, inputs[rank], kept(case, inputs, rank))
 
-    return (
-        pc.AlternativeSolution(
-            "direct_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank))
-        ),
-        pc.AlternativeSolution(
-            "by_threshold_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank))
-        ),
-        pc.AlternativeSolution("published_filter", published),
+    return pc.alternatives(
+        direct_fp32=lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank)),
+        by_threshold_fp32=lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank)),
+        published_filter=published,
     )
 
 

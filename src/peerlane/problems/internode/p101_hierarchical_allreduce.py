@@ -150,10 +150,10 @@ PROBLEM = pc.Problem(
         pc.wrong("one_part_not_exchanged", "the last part is the sum over the rank's own node", _one_part_not_exchanged, _filled),
         pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum(first_arguments(inputs))),
-        pc.AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum(first_arguments(inputs))),
-        pc.AlternativeSolution("rounded_by_node", _by_node),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: wide_sum(first_arguments(inputs)),
+        sequential_in_dtype=lambda case, inputs, rank: sequential_sum(first_arguments(inputs)),
+        rounded_by_node=_by_node,
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -225,10 +225,7 @@ PROBLEM = pc.Problem(
             lambda c: "scale" in c.params,
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("dense", lambda case, inputs, rank: _dense(case, inputs, rank)),
-        pc.AlternativeSolution("flash", _flash),
-    ),
+    alternative_solutions=pc.alternatives(dense=lambda case, inputs, rank: _dense(case, inputs, rank), flash=_flash),
     notes=(
         "The reference's outer ring takes whole blocks over the rails while the inner ring turns within the node. Each block crosses the "
         "network once to each other node, under a causal mask too, where the bound lets earlier nodes receive nothing from later ones.",
