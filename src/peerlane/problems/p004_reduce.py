@@ -1,6 +1,6 @@
 """Problem 4: reduce (sum) to one root."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     if rank != collective.root_of(inputs[rank]):
         return pc.exactly("own", inputs[rank][0])
     return collective.sum_expected(collective.first_arguments(inputs), case.dtype)
-
-
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return collective.sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
@@ -77,7 +73,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=collective.shape_tolerance,
     cost=cost,
     presets=(
         pc.preset(

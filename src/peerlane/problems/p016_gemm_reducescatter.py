@@ -1,6 +1,6 @@
 """Problem 16: row-parallel matrix product, then reduce-scatter of the rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,6 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return matmul.sum_of_products(case, inputs, _rows_of(case, rank))
 
 
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return {"product": matmul.partials_tolerance(case)}
-
-
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Partial products that are reduced as they arrive touch device memory only as operands and as the rank's own rows."""
     local, n, depth, world, size = _local_rows(case), case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
@@ -81,7 +77,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=matmul.product_tolerance,
     cost=cost,
     presets=(
         pc.preset(

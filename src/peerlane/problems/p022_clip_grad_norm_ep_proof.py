@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.clipping import Gradients, coefficient, every_other, narrow_power_sum, scaled
-from peerlane.problems.p022_clip_grad_norm_ep import PRESETS, _device, _divisor, _norm_type, _reduced, _stages
+from peerlane.problems.families.clipping import Gradients, coefficient, device_of, every_other, narrow_power_sum, order_of, scaled
+from peerlane.problems.p022_clip_grad_norm_ep import PRESETS, _divisor, _reduced, _stages
 
 Answer = tuple[torch.Tensor, dict[str, Gradients]]
 
@@ -23,7 +23,7 @@ def _narrow_norm(
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """The norm in float32; with other groups, another divisor of experts, or other weights of the two lists, a wrong one."""
-    device, p = _device(inputs), norm_type or _norm_type(case)
+    device, p = device_of(inputs), norm_type or order_of(case)
     fsdp, *ep_stages = _stages(case) if stages is None else stages
     sums = [narrow_power_sum(args[0], p, device) for args in inputs]
     expert_sums = [narrow_power_sum(args[1], p, device, divisor or _divisor(case)) for args in inputs]
@@ -55,12 +55,12 @@ def _with_norm_of(context: pc.AnswerContext, **options: Any) -> Answer:
 
 def _local_times_root(context: pc.AnswerContext) -> Answer:
     local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
-    return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
+    return _updated(context.case, context.args, local * context.case.world_size ** (1 / order_of(context.case)))
 
 
 def _every_other_element(context: pc.AnswerContext) -> Answer:
     sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
-    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
+    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / order_of(context.case))
     return _updated(context.case, context.args, norm)
 
 
@@ -93,7 +93,7 @@ def _float32(coarse: bool) -> pc.AlternativeSolution:
 def _folded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """Experts' divisor and coefficient in one factor, their norm from undivided gradients."""
     fsdp, *ep_stages = _stages(case)
-    device, p = _device(inputs), _norm_type(case)
+    device, p = device_of(inputs), order_of(case)
     sums = [narrow_power_sum(args[0], p, device) for args in inputs]
     expert_sums = [narrow_power_sum(args[1], p, device) * float(_divisor(case)) ** -p for args in inputs]
     norm = (_reduced(case, sums, [fsdp])[rank] + _reduced(case, expert_sums, ep_stages)[rank]).pow(1.0 / p)

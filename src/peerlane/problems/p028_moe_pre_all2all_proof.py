@@ -7,7 +7,7 @@ import torch
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import fitted, neighbours
+from peerlane.problems.families.collective import fitted, group_size, neighbours
 from peerlane.problems.p028_moe_pre_all2all import _by_expert, _chunks, _mapping, _routing_map, _rows
 
 
@@ -75,13 +75,9 @@ def _contiguous_group(context: pc.AnswerContext) -> pc.Tree:
     return _with_rows(context, torch.cat(parts))
 
 
-def _several(case: pc.Case) -> bool:
-    return moe.group_size(case) > 1
-
-
 def _several_local(case: pc.Case) -> bool:
     """Whether a rank has several experts, and receives from several ranks."""
-    return _several(case) and case["experts"] > moe.group_size(case)
+    return moe.several_ranks(case) and case["experts"] > group_size(case)
 
 
 def _reverse_sources(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -100,7 +96,10 @@ _TWO_SOURCES = moe.several_sources
 
 KNOWN_WRONG_ANSWERS = (
     pc.wrong(
-        "no_communication", "the rank's own rows, repeated or cut", lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))), _several
+        "no_communication",
+        "the rank's own rows, repeated or cut",
+        lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))),
+        moe.several_ranks,
     ),
     pc.wrong("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), _TWO_SOURCES),
     pc.wrong("sources_reversed", "the last source first", _arranged(_reverse_sources), _TWO_SOURCES),
@@ -118,7 +117,7 @@ KNOWN_WRONG_ANSWERS = (
         "equal_splits",
         "rows cut equally, whatever the splits say",
         _equal_splits,
-        lambda c: _several(c) and bool(c.params.get("exponent")) and ("literal" not in c.params),
+        lambda c: moe.several_ranks(c) and bool(c.params.get("exponent")) and ("literal" not in c.params),
     ),
     pc.wrong(
         "splits_from_mask",
@@ -128,5 +127,7 @@ KNOWN_WRONG_ANSWERS = (
     ),
     pc.wrong("mapping_one_off", "every token's number one too large", lambda c: (c.answer[0], c.answer[1], c.answer[2] + 1, c.answer[3])),
     pc.wrong("boolean_map", "the mask's sum as a flag", _boolean_map, lambda c: "duplicates" in c.params),
-    pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
+    pc.wrong(
+        "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and moe.several_ranks(c)
+    ),
 )

@@ -287,13 +287,9 @@ PRESETS = (
 )
 
 
-def _several(case: pc.Case) -> bool:
-    return moe.group_size(case) > 1
-
-
 def _several_returned(case: pc.Case) -> bool:
     """Whether a rank's rows come back from several ranks."""
-    return _several(case) and "one_rank" not in case.params
+    return moe.several_ranks(case) and "one_rank" not in case.params
 
 
 PROBLEM = pc.Problem(
@@ -344,7 +340,9 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "first_slot_only", "only the first slot that names an expert counts", _first_slot_only, lambda c: "duplicates" in c.params
         ),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
+        pc.wrong(
+            "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and moe.several_ranks(c)
+        ),
     ),
     alternative_solutions=pc.alternatives(fp32_accumulation=_wide, added_by_rank=_added_by_rank),
     process_groups=group_layout,

@@ -8,7 +8,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32, group_members
 from peerlane.problems.p039_ulysses_attention_e2e import (
     FP64,
-    Arguments,
     _context,
     _dense,
     _future,
@@ -21,7 +20,7 @@ from peerlane.problems.p039_ulysses_attention_e2e import (
 
 def _in_steps(
     case: pc.Case,
-    inputs: Arguments,
+    inputs: pc.Inputs,
     rank: int,
     rounded: torch.dtype | None,
     sent: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32, sequential_sum, wide_sum
-from peerlane.problems.p048_fsdp_and_tp import Arguments, _fsdp_peers, _where, _whole_weights, grid
+from peerlane.problems.p048_fsdp_and_tp import _fsdp_peers, _where, _whole_weights, grid
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -25,7 +25,7 @@ def _partial(x: torch.Tensor, weights: Sequence[torch.Tensor], activation: Activ
 
 def _in_float32(
     case: pc.Case,
-    inputs: Arguments,
+    inputs: pc.Inputs,
     rank: int,
     *,
     groups: Sequence[Sequence[int]] | None = None,
@@ -43,12 +43,12 @@ def _in_float32(
     return torch.stack(partials).sum(0).to(case.dtype)
 
 
-def _every_operation_rounded(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _every_operation_rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     n_tp, _ = grid(case)
     return sequential_sum([_partial(inputs[rank][0], _whole_weights(inputs, _fsdp_peers(case, t), case.dtype)) for t in range(n_tp)])
 
 
-def _rounded_partial_sums(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _rounded_partial_sums(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     n_tp, _ = grid(case)
     return wide_sum([_in_float32(case, inputs, rank, groups=[_fsdp_peers(case, t)]) for t in range(n_tp)])
 

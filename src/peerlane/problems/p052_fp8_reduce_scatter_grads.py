@@ -9,7 +9,7 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
 from peerlane.problems.families.interval import Interval, comparison
-from peerlane.problems.families.quant import FP64, Arguments
+from peerlane.problems.families.quant import FP64
 
 
 def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,22 +20,17 @@ def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[tor
     return shard.div_(world), history
 
 
-def _shard(case: pc.Case) -> int:
-    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
-    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
+    return quant.vector_and_history(case, rank, draw, case.world_size * quant.shard_length(case))
 
 
 def _slice(case: pc.Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
-    return vector.narrow(0, rank * _shard(case), _shard(case))
+    return vector.narrow(0, rank * quant.shard_length(case), quant.shard_length(case))
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     """The mean in float64 of what the ranks' slices may be after their round trips."""
-    zeros = torch.zeros(_shard(case), dtype=FP64, device=inputs[0][0].device)
+    zeros = torch.zeros(quant.shard_length(case), dtype=FP64, device=inputs[0][0].device)
     value, low, high, magnitude = zeros, zeros.clone(), zeros.clone(), zeros.clone()
     for flat, history in inputs:
         trip = quant.decoded(_slice(case, flat, rank), quant.exact_scale(quant.push_history(flat, history)))
@@ -51,12 +46,12 @@ def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc
 
 def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """That of a sum over ranks in the working dtype. Quantisation itself has none: every code must be the nearest."""
-    return {"shard": sum_tolerance(case, _shard(case))["sum"]}
+    return {"shard": sum_tolerance(case, quant.shard_length(case))["sum"]}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte go to the owners of the slices, with a float32 scale to each."""
-    shard, world = _shard(case), case.world_size
+    shard, world = quant.shard_length(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
     return pc.Cost(
         hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 3 * world * shard}
@@ -75,8 +70,8 @@ def _sum(case: pc.Case, vectors: Sequence[torch.Tensor], rank: int) -> torch.Ten
     return torch.stack([_slice(case, vector, rank).to(FP32) for vector in vectors]).sum(0)
 
 
-def _combine(add: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, list[torch.Tensor], Arguments, int], Answer]:
-    def combine(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _combine(add: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, list[torch.Tensor], pc.Inputs, int], Answer]:
+    def combine(case: pc.Case, vectors: list[torch.Tensor], inputs: pc.Inputs, rank: int) -> Answer:
         total = add([_slice(case, vector, rank) for vector in vectors])
         return total / case.world_size, quant.history_to_the_letter(*inputs[rank])
 

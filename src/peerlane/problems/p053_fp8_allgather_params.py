@@ -7,7 +7,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.interval import Interval, comparison
-from peerlane.problems.families.quant import Arguments
 
 
 def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,16 +16,11 @@ def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tup
     return full, history
 
 
-def _shard(case: pc.Case) -> int:
-    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
-    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return quant.vector_and_history(case, rank, draw, _shard(case))
+    return quant.vector_and_history(case, rank, draw, quant.shard_length(case))
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     trips = [quant.decoded(flat, quant.exact_scale(quant.push_history(flat, history))) for flat, history in inputs]
     value, low, high = (torch.cat([getattr(trip, part) for trip in trips]) for part in ("value", "low", "high"))
     return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), quant.history_answer(inputs[rank])
@@ -34,7 +28,7 @@ def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte and a float32 scale go to every other rank; the shard is read and W of them are written."""
-    shard, world = _shard(case), case.world_size
+    shard, world = quant.shard_length(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
     return pc.Cost(
         hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": (2 + world) * shard}
@@ -44,7 +38,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: pc.Inputs, rank: int) -> Answer:
     return torch.cat(vectors), quant.history_to_the_letter(*inputs[rank])
 
 

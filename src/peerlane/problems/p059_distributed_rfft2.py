@@ -31,14 +31,9 @@ def reference(
     return half.contiguous()
 
 
-def _sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
-    """Rows and columns of the whole field."""
-    return fft.size(case["rows"], ranks), fft.size(case["columns"], ranks)
-
-
 def transform_sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
     """(n0, n1): the transform's lengths."""
-    rules = zip(case["s"], _sizes(case, ranks), strict=True)
+    rules = zip(case["s"], fft.sizes(case, ranks), strict=True)
     n0, n1 = (length if rule is None else fft.size(rule, ranks) for rule, length in rules)
     return n0, n1
 
@@ -52,7 +47,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """
     members = group_members(case, rank)
     place, ranks, (d0, d1) = members.index(rank), len(members), fft.axes(case)
-    rows, columns = _sizes(case, ranks)
+    rows, columns = fft.sizes(case, ranks)
     local = columns // ranks
     field, shared = case.params.get("field"), draw.shared
     x = draw.normal(fft.full_shape(case, rows, local), FP32)
@@ -111,7 +106,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     members = group_members(case, rank)
     ranks, place, slices = len(members), members.index(rank), math.prod(case["lead"])
-    (rows, columns), (n0, n1) = _sizes(case, ranks), transform_sizes(case, ranks)
+    (rows, columns), (n0, n1) = fft.sizes(case, ranks), transform_sizes(case, ranks)
     rows, used = min(rows, n0), min(columns, n1)
     local = columns // ranks
     own = min(max(used - place * local, 0), local)
@@ -126,7 +121,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _transposed(case: pc.Case, rank: int) -> pc.Steps:
     members, slices = group_members(case, rank), math.prod(case["lead"])
-    ranks, (_, columns), (n0, n1) = len(members), _sizes(case, len(members)), transform_sizes(case, len(members))
+    ranks, (_, columns), (n0, n1) = len(members), fft.sizes(case, len(members)), transform_sizes(case, len(members))
     points, spectrum = slices * 4 * n0 * columns / ranks, slices * 8 * n0 / ranks * (n1 // 2 + 1)
     return fft.transposed_steps(points, 2 * points, spectrum, ranks, cost(case, rank).flops["fp32"])
 
@@ -156,7 +151,7 @@ def _by_symmetry(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
     """Along d0, then ``between``, then along d1; without ``second`` the first pass is cut or padded to the number of bins."""
     case, norm, field = context.case, context.args[3], TRANSFORM.whole(context.case, context.inputs, context.rank)
-    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(group_members(case, context.rank)))
+    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(context.members))
     first = between(torch.fft.fft(field, n=n0, dim=d0, norm=norm))
     if second:
         first = torch.fft.fft(first, n=n1, dim=d1, norm=norm)

@@ -138,7 +138,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     return x, filters, weight, case["groups"], case["nlon_out"], case["nlon_in"], azimuth_group, polar_group, bias
 
 
-def oracle(case: pc.Case, inputs: sphere_answers.Arguments, rank: int) -> pc.Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     value = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank))
     magnitude = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank, absolute=True), absolute=True)
     return pc.Expected("output", value, FP32, magnitude=magnitude)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, fitted, group_layout, group_members
 from peerlane.problems.families.graph import per_rank
+from peerlane.problems.families.interval import Interval
 
 FP64, INT64 = torch.float64, torch.int64
 
@@ -94,14 +94,6 @@ def _scores(case: pc.Case, count: int, draw: pc.Draw) -> tuple[torch.Tensor, tor
     return positive.to(case.dtype), negative.to(case.dtype)
 
 
-@dataclass(kw_only=True)
-class Ranking(pc.Expected):
-    """Ranks, with the smallest and the largest that rounding errors of the sigmoid allow. ``value`` is that of a correctly rounded one."""
-
-    low: torch.Tensor
-    high: torch.Tensor
-
-
 def sigmoid_range(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The least value that a good float32 sigmoid may have, the right one, and the largest: rounded to the scores' dtype, in float64.
 
@@ -135,7 +127,8 @@ def _bounds(case: pc.Case, positive: torch.Tensor, negative: torch.Tensor) -> tu
     return value, low, high
 
 
-def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Ranking:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Interval:
+    """The place of a correctly rounded sigmoid, with the first and the last that rounding errors of the sigmoid allow."""
     parts = []
     rows = max(1, _CHUNK_BYTES // (case["negatives"] * FP64.itemsize))
     for q in group_members(case, rank):
@@ -143,10 +136,10 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Ranking:
         for first in range(0, len(positive), rows):
             parts.append(_bounds(case, positive[first : first + rows], negative[first : first + rows]))
     value, low, high = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Ranking(name="ranking", value=value, dtype=INT64, low=low, high=high)
+    return Interval(name="ranking", value=value, dtype=INT64, low=low, high=high)
 
 
-def compare(case: pc.Case, got: torch.Tensor, expected: Ranking, kind: str) -> list[pc.Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: Interval, kind: str) -> list[pc.Score]:
     """Every rank must lie between those that the sigmoid's rounding errors in float32 allow, before it is rounded to the scores' dtype.
 
     Nearly everywhere these are one number. In the public variant ties with the positive may count for either side.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import group_layout, group_members, local_length
 from peerlane.problems.families.conv import from_zigzag, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
@@ -54,11 +54,6 @@ def reference(
     return (x1_seq * received.transpose(0, 1).reshape(batch, channels, local)).transpose(1, 2).contiguous()
 
 
-def _local_length(case: pc.Case, rank: int) -> int:
-    """``local`` positions per rank, or ``length`` in the whole sequence."""
-    return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
-
-
 def _groups(case: pc.Case, rank: int) -> int:
     """``groups`` filters, or ``groups_per_rank``."""
     return int(case["groups"] if "groups" in case.params else case["groups_per_rank"] * len(group_members(case, rank)))
@@ -79,7 +74,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     * ``slow``: values of N(1, 1), and filters that decay by e over their length and never change their sign
     * ``closed``: the outer gate is zero on the second half of the rank's positions
     """
-    pattern, local, groups, taps = case.params.get("pattern"), _local_length(case, rank), _groups(case, rank), _taps(case, rank)
+    pattern, local, groups, taps = case.params.get("pattern"), local_length(case, rank), _groups(case, rank), _taps(case, rank)
     shape = (case["batch"], groups * case["group_dim"], local)
     x1, x2 = draw.normal(shape, case.dtype), draw.normal(shape, case.dtype)
     v = draw.normal(shape, case.dtype, shift=1.0 if pattern == "slow" else 0.0)
@@ -180,7 +175,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     direction, the least of all. The transforms of z and y take 10 log2(2 S) operations a sample, a direct sum two a tap.
     """
     members = group_members(case, rank)
-    place, world, local, taps = members.index(rank), len(members), _local_length(case, rank), _taps(case, rank)
+    place, world, local, taps = members.index(rank), len(members), local_length(case, rank), _taps(case, rank)
     position = case["batch"] * _groups(case, rank) * case["group_dim"] * case.dtype.itemsize
     exchanged = pc.traffic.all_to_all(2 * position * local, world)
     peers = [peer for peer in range(world) if peer != place]
@@ -203,7 +198,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _four_step(case: pc.Case, rank: int) -> pc.Steps:
     """Real transforms of 2 S points in float32, 8 S bytes of spectrum a channel, in two passes each way; products are part of a pass."""
-    world, local, size = len(group_members(case, rank)), _local_length(case, rank), case.dtype.itemsize
+    world, local, size = len(group_members(case, rank)), local_length(case, rank), case.dtype.itemsize
     length, groups = world * local, _groups(case, rank) / world
     channels, spectrum = case["batch"] * groups * case["group_dim"], 8 * length
     moved = channels * length * size

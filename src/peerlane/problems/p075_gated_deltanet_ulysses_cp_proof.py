@@ -8,10 +8,10 @@ import torch
 from peerlane.problems import contract as pc
 from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families import delta
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import group_members, local_length
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FP32
-from peerlane.problems.p075_gated_deltanet_ulysses_cp import _heads, _local_length, _tokens, _until
+from peerlane.problems.p075_gated_deltanet_ulysses_cp import _heads, _tokens, _until
 
 
 def _returned(case: pc.Case, o: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _mistaken(
 
 def _sequence_of(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """As if the sequence were these ranks' shards, the last of which is the rank's own."""
-    local = _local_length(context.case, context.rank)
+    local = local_length(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)(slice(0, len(ranks) * local))
     return _returned(context.case, delta.recurrence(tokens)[..., (len(ranks) - 1) * local :, :])
 

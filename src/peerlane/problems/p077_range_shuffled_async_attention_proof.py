@@ -8,8 +8,8 @@ import torch
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import FP32
-from peerlane.problems.families.collective import group_members
-from peerlane.problems.p077_range_shuffled_async_attention import _assembled, _heads, _ranges, _ranks, _sizes
+from peerlane.problems.families.collective import group_members, group_size
+from peerlane.problems.p077_range_shuffled_async_attention import _assembled, _heads, _ranges, _sizes
 
 
 def _attend(
@@ -94,7 +94,7 @@ def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
 
 def _padded(case: pc.Case) -> bool:
     _, rows, clip = _sizes(case)
-    return _ranks(case) * rows > clip
+    return group_size(case) * rows > clip
 
 
 KNOWN_WRONG_ANSWERS = (

@@ -138,10 +138,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-Arguments = pc.Inputs
-
-
-def _iterated(case: pc.Case, inputs: Arguments, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
+def _iterated(case: pc.Case, inputs: pc.Inputs, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
     """The rank's assignment by scaling vectors in float32, with sums over the members' samples; for one iteration or more."""
     logits = [inputs[q][0].to(FP32) / temp for q in members]
     largest = torch.stack([block.amax() for block in logits if block.numel()]).amax()
@@ -154,7 +151,7 @@ def _iterated(case: pc.Case, inputs: Arguments, rank: int, members: Sequence[int
     return e[own] * u * v[own]
 
 
-def _unbalanced(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _unbalanced(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """N E / sum(E), the answer without iterations."""
     members = group_members(case, rank)
     e = [torch.exp(inputs[q][0].to(FP32) / case["temp"]) for q in members]
@@ -162,13 +159,13 @@ def _unbalanced(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return e[members.index(rank)] * (torch.stack([inputs[q][2] for q in members]).sum() / mass)
 
 
-def _scaling_vectors(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _scaling_vectors(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)
     return _iterated(case, inputs, rank, group_members(case, rank), iterations=case["iterations"], temp=case["temp"])
 
 
-def _logarithmic(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _logarithmic(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Potentials instead of scaling vectors: every sum a log-sum-exp."""
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)

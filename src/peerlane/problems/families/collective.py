@@ -82,6 +82,16 @@ def group_members(case: pc.Case, rank: int) -> Sequence[int]:
     return range(case.world_size)
 
 
+def local_length(case: pc.Case, rank: int) -> int:
+    """``local`` positions per rank, or ``length`` in the whole sequence, which the rank's group shares."""
+    return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
+
+
+def group_size(case: pc.Case) -> int:
+    """P: the number of ranks in a group."""
+    return len(group_members(case, 0))
+
+
 def neighbours(context: pc.AnswerContext) -> range:
     """Ranks that somebody would take for the rank's group who numbers groups by blocks."""
     size = len(context.members)
@@ -138,6 +148,11 @@ def sum_tolerance(case: pc.Case, elements: int) -> Mapping[str, pc.Tolerance]:
     cancels = case.params.get("data") == "cancelling" or elements < 64
     normwise = None if cancels else {BF16: 1e-2, FP16: 2e-3, FP32: 1e-6}[case.dtype]
     return {"sum": pc.Tolerance(magnitude=(case.world_size + 2) * u, normwise=normwise)}
+
+
+def shape_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
+    """W - 1 additions, in any order and grouping, each rounded in the working dtype: (W + 2) u of the sum of magnitudes."""
+    return sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
 def fitted(tensor: torch.Tensor, length: int, axis: int = 0) -> torch.Tensor:

@@ -91,6 +91,11 @@ def fft_tolerance(name: str) -> Callable[[pc.Case], Mapping[str, pc.Tolerance]]:
     return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u, size=size)}
 
 
+def sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
+    """Rows and columns of the whole field."""
+    return size(case["rows"], ranks), size(case["columns"], ranks)
+
+
 def fft_flops(slices: int, rows: int, columns: int) -> float:
     """Operations of a real two-dimensional transform: 2 N log2 N for N = rows x columns (split radix, using the symmetry)."""
     return 2.0 * slices * rows * columns * math.log2(max(rows * columns, 2))

@@ -183,6 +183,11 @@ def gathered_cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def product_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
+    """The sum over ranks of products P_q, each rounded to the working dtype, added in any order: (W + 1) u sum |P_q|."""
+    return {"product": partials_tolerance(case)}
+
+
 def _gathered_wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """One product in float32 over the gathered A, rounded once."""
     a = torch.cat([args[0] for args in inputs], dim=1)

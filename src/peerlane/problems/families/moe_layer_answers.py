@@ -17,8 +17,6 @@ from peerlane.problems.families.collective import FP32, group_layout
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64
 from peerlane.problems.families.moe_layer import inputs, owners_of, reference
 
-Arguments = pc.Inputs
-
 RowFunction = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 """Of rows (n, H) and of the arguments of the rank that owns the expert."""
 
@@ -61,14 +59,14 @@ class Expert:
         return self._affine(F.silu(gate) * up, args, 2)
 
 
-def _channel_sizes(inputs: Arguments, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _channel_sizes(inputs: pc.Inputs, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """(H,): the root mean square, over the owners, of what writes a channel: the down projection's row and that of its low-rank factor."""
     writers = [matrix for q in owners for matrix in (inputs[q][5].weight, *inputs[q][11:-3])]
     return torch.stack([matrix.detach().to(dtype).square().sum(1) for matrix in writers]).sum(0).div(len(owners)).sqrt()
 
 
 def combine(
-    inputs: Arguments, tokens: torch.Tensor, weights: torch.Tensor, owners: Sequence[int], expert: RowFunction | None = None
+    inputs: pc.Inputs, tokens: torch.Tensor, weights: torch.Tensor, owners: Sequence[int], expert: RowFunction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's answer (T, H) in the weights' dtype, and of what size the experts' rows are, added with their weights, (T, H).
 
@@ -88,7 +86,7 @@ def combine(
     return value, size * channels
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> pc.Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     tokens, weights = tokens_and_weights(inputs[rank], FP64)
     value, size = combine(inputs, tokens, weights, owners_of(case, rank))
     return pc.Expected("output", value, case.dtype, magnitude=size)
@@ -144,13 +142,13 @@ def _ranks_per_token(case: pc.Case, ranks: int) -> float:
             return moe.distinct_ranks(case, ranks)
 
 
-def _wide(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """All in float32, a token's weights on one rank added before its row is multiplied, one rounding."""
     tokens, weights = tokens_and_weights(inputs[rank], FP32)
     return combine(inputs, tokens, weights, owners_of(case, rank))[0].to(case.dtype)
 
 
-def _narrow(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _narrow(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every operation rounded, and the last rank's experts added first."""
     tokens, weights = tokens_and_weights(inputs[rank], case.dtype)
     owners = owners_of(case, rank)

@@ -168,9 +168,9 @@ def vector_and_history(case: pc.Case, rank: int, draw: pc.Draw, count: int) -> t
 
 
 # Wrong answers and alternative solutions of problems 52 and 53, which send a vector of every rank through e4m3.
-Arguments = pc.Inputs
 
-_WRONG_SCALES: Mapping[str, tuple[str, Callable[[Arguments, int], torch.Tensor]]] = {
+
+_WRONG_SCALES: Mapping[str, tuple[str, Callable[[pc.Inputs, int], torch.Tensor]]] = {
     "history_ignored": (
         "the scale of the current amax alone",
         lambda inputs, q: history_scale(push_history(inputs[q][0], inputs[q][1][:1])),
@@ -190,18 +190,19 @@ _WRONG_SCALES: Mapping[str, tuple[str, Callable[[Arguments, int], torch.Tensor]]
 """by name, what is wrong, and the scale with which rank q's vector is quantised"""
 
 
-def _scale(inputs: Arguments, q: int) -> torch.Tensor:
+def _scale(inputs: pc.Inputs, q: int) -> torch.Tensor:
     """Rank q's right scale."""
     return history_scale(push_history(inputs[q][0], inputs[q][1]))
 
 
-def _decoded_by(inputs: Arguments, q: int, rank: int) -> torch.Tensor:
+def _decoded_by(inputs: pc.Inputs, q: int, rank: int) -> torch.Tensor:
     """Rank q's vector, quantised with its own scale and decoded with another rank's."""
-    flat, own = inputs[q][0], _scale(inputs, q)
-    return ((flat.to(FP32) / own).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(FP32) * _scale(inputs, rank)).to(flat.dtype)
+    flat: torch.Tensor = inputs[q][0]
+    quotients = (flat.to(FP32) / _scale(inputs, q)).clamp_(-E4M3_MAX, E4M3_MAX)
+    return (quotients.to(E4M3).to(FP32) * _scale(inputs, rank)).to(flat.dtype)
 
 
-def _through_e5m2(inputs: Arguments, q: int) -> torch.Tensor:
+def _through_e5m2(inputs: pc.Inputs, q: int) -> torch.Tensor:
     """Rank q's vector through the other float8 format, scaled to its own largest number."""
     codes = torch.float8_e5m2
     return through_codes(inputs[q][0], _scale(inputs, q) * (E4M3_MAX / torch.finfo(codes).max), codes)
@@ -229,7 +230,7 @@ def trip_wrong_answers(
 
         return pc.wrong(name, why, answer, cases.get(name, others))
 
-    def scaled(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[pc.AnswerContext, int], torch.Tensor]:
+    def scaled(scale: Callable[[pc.Inputs, int], torch.Tensor]) -> Callable[[pc.AnswerContext, int], torch.Tensor]:
         return lambda c, q: through_codes(c.inputs[q][0], scale(c.inputs, q))
 
     return (
@@ -263,13 +264,23 @@ def history_to_the_letter(flat: torch.Tensor, history: torch.Tensor) -> torch.Te
     return torch.cat((history[1:], flat.abs().amax().to(history.dtype).view(1)))
 
 
-def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], Arguments, int], pc.Tree]) -> tuple[pc.AlternativeSolution, ...]:
+def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], pc.Inputs, int], pc.Tree]) -> tuple[pc.AlternativeSolution, ...]:
     """Both ways to the quotient; ``combine(case, every rank's vector after the round trip, inputs, rank)`` makes the answer.
 
     The combined answer's history is to be that of :func:`history_to_the_letter`: it is compared bit for bit with another way to the amax.
     """
 
-    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, Arguments, int], pc.Tree]:
+    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
         return lambda case, inputs, rank: combine(case, [trip(args[0], args[1]) for args in inputs], inputs, rank)
 
     return pc.alternatives(true_division=variant(by_division), reciprocal=variant(by_reciprocal))
+
+
+def block_length(case: pc.Case) -> int:
+    """Elements that share a scale."""
+    return int(case.params.get("block", 128))
+
+
+def shard_length(case: pc.Case) -> int:
+    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
+    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)

@@ -146,6 +146,11 @@ def draw_moments(case: pc.Case, draw: pc.Draw, start: int, stop: int) -> tuple[t
     return exp_avg.to(case.dtype), exp_avg_sq.to(case.dtype)
 
 
+def small_case(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    """104 parameters, unless other sizes are given: shards of 4 ranks begin inside b1 and W2, those of 8 ranks inside rows of W1."""
+    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
+
+
 def whole_outputs(case: pc.Case, source: int, prefix: str = "") -> list[optimizer.Output]:
     """Outputs that are the whole of W1, b1, W2, b2, or of their moments."""
     outputs, start = [], 0

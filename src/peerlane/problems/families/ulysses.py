@@ -10,8 +10,6 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members
 
-Arguments = pc.Inputs
-
 
 def exchange(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The rank's block of scatter_dim (of as many equal ones as the group has ranks) of every rank's x, in rank order along gather_dim."""
@@ -103,11 +101,11 @@ class Exchange:
     layout: Callable[[pc.Case, torch.Tensor], torch.Tensor] = lambda case, tensor: tensor
     unpadded: Callable[[pc.Case, int], int] = lambda case, rank: 0
 
-    def tensors(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def tensors(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
         """What every member of the rank's group exchanges, in group order."""
         return [self.tensor(case, source, inputs[source]) for source in group_members(case, rank)]
 
-    def blocks(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def blocks(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
         """What the rank gets from every member of its group."""
         scatter_dim, _ = self.axes(case)
         members = group_members(case, rank)
@@ -122,7 +120,7 @@ class Exchange:
         """The output, from blocks that follow one another along the gathered axis."""
         return self.finished(case, rank, torch.cat(list(blocks), self.axes(case)[1]))
 
-    def answer(self, case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    def answer(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
         """The right output."""
         return self.joined(case, rank, self.blocks(case, inputs, rank))
 
@@ -181,6 +179,11 @@ class Exchange:
         return answer.narrow(self.axes(context.case)[1], 0, self.unpadded(context.case, context.rank))
 
 
-def members_tensors(case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+def members_tensors(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """The first argument of every member of the rank's group, in group order."""
     return [inputs[source][0] for source in group_members(case, rank)]
+
+
+def unpadded(case: pc.Case, rank: int) -> int:
+    """The sequence's length without padding; 0: there is none."""
+    return per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
