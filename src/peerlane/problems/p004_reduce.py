@@ -41,20 +41,11 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _at_root(context: pc.AnswerContext, value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the root, the right answer elsewhere."""
-    result: torch.Tensor = value if context.rank == collective.root_of(context.args) else context.answer
-    return result
-
-
-def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], torch.Tensor]:
+def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
     """What a rank returns whose root computes the sum with ``total(terms)``."""
 
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-        result: torch.Tensor = (
-            total(collective.first_arguments(inputs)) if rank == collective.root_of(inputs[rank]) else inputs[rank][0].clone()
-        )
-        return result
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
+        return total(collective.first_arguments(inputs)) if rank == collective.root_of(inputs[rank]) else inputs[rank][0].clone()
 
     return answer
 
@@ -101,7 +92,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "drop_last_rank",
             "on the root the sum without the last rank",
-            lambda c: _at_root(c, collective.wide_sum(collective.first_arguments(c.inputs[:-1]))),
+            collective.at_root(lambda c: collective.wide_sum(collective.first_arguments(c.inputs[:-1]))),
         ),
         pc.wrong("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[collective.root_of(c.args)]),
         pc.wrong(

@@ -117,9 +117,8 @@ def _depth_cut(context: pc.AnswerContext) -> torch.Tensor:
     return _logits([(hidden[:, :kept], weight[:, :kept], bias) for hidden, weight, bias in context.inputs])
 
 
-def _first_token_everywhere(context: pc.AnswerContext) -> torch.Tensor:
-    answer: torch.Tensor = context.answer
-    return answer[:1].expand_as(answer).contiguous()
+def _first_token_everywhere(context: pc.AnswerContext) -> pc.Tree:
+    return context.answer[:1].expand_as(context.answer).contiguous()
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:

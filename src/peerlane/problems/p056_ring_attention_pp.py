@@ -157,13 +157,10 @@ def _last_stage(context: pc.AnswerContext) -> torch.Tensor:
     return _pipeline(context.case, context.inputs, context.rank, attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1)
 
 
-def _residual(context: pc.AnswerContext) -> torch.Tensor:
+def _residual(context: pc.AnswerContext) -> pc.Tree:
     """The right layer's output added to its input, in the first stage; later ones as they should be."""
-    pipeline = _grid(context.case).lines(context.rank)[0]
-    if context.rank != pipeline[0]:
-        answer: torch.Tensor = context.answer
-        return answer
-    return torch.add(context.answer, context.args[0])
+    first_stage = context.rank == _grid(context.case).lines(context.rank)[0][0]
+    return context.answer + context.args[0] if first_stage else context.answer
 
 
 def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:

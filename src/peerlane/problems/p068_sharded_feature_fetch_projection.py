@@ -202,10 +202,9 @@ def _own_shard(context: pc.AnswerContext) -> torch.Tensor:
     return _partitioned(context, lambda ids, _, me: (torch.full_like(ids, me), ids % len(context.args[0])))
 
 
-def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
+def _remote_missing(context: pc.AnswerContext) -> pc.Tree:
     remote = context.args[1].to(INT64) // _shard(context.case, len(context.members)) != context.place
-    result: torch.Tensor = context.answer.masked_fill(remote.unsqueeze(1), 0.0)
-    return result
+    return context.answer.masked_fill(remote.unsqueeze(1), 0.0)
 
 
 def _next_projection(context: pc.AnswerContext) -> torch.Tensor:

@@ -87,9 +87,8 @@ def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
     return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))
 
 
-def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
-    result: torch.Tensor = context.answer
-    return result.roll(_sizes(context.case)[1], dims=0)
+def _ranges_rotated(context: pc.AnswerContext) -> pc.Tree:
+    return context.answer.roll(_sizes(context.case)[1], dims=0)
 
 
 def _padded(case: pc.Case) -> bool:

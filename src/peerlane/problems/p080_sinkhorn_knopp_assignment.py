@@ -193,22 +193,20 @@ def _wrong(*, members: Callable[[pc.AnswerContext], Sequence[int]] | None = None
     return answer
 
 
-def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
+def _prototypes_last(context: pc.AnswerContext) -> pc.Tree:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
     samples = sum(context.answers[q].shape[0] for q in context.members)
     total = torch.stack([context.answers[q].sum(0) for q in context.members]).sum(0)
-    balanced: torch.Tensor = context.answer * (samples / context.case["prototypes"] / total)
-    return balanced
+    return context.answer * (samples / context.case["prototypes"] / total)
 
 
-def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -> Callable[[pc.AnswerContext], pc.Tree]:
     """The answer without iterations, with another number of samples."""
 
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> pc.Tree:
         right = torch.stack([context.inputs[q][2] for q in context.members]).sum()
         wrong = sum(samples(context, q) for q in context.members)
-        scaled: torch.Tensor = context.answer * (wrong / right)
-        return scaled
+        return context.answer * (wrong / right)
 
     return answer
 

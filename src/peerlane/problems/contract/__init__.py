@@ -1,6 +1,7 @@
 """What authors of problems import: the contract, drawing of inputs, trees of tensors, comparison with the oracle."""
 
 from peerlane.problems.contract import traffic
+from peerlane.problems.contract.cost import Cost, Step, Steps, step
 from peerlane.problems.contract.draw import INTEGER, RANDOM, BlockGenerators, Draw, constant, seeded_generator
 from peerlane.problems.contract.judge import compare_close, compare_exact, expected_leaves, plainly, rounded, same_bits, score
 from peerlane.problems.contract.proof import FromProof
@@ -11,7 +12,6 @@ from peerlane.problems.contract.spec import (
     AnswerContext,
     Case,
     CaseSpec,
-    Cost,
     Expected,
     GroupLayout,
     Inputs,
@@ -19,15 +19,12 @@ from peerlane.problems.contract.spec import (
     Preset,
     Problem,
     Score,
-    Step,
-    Steps,
     Tolerance,
     Where,
     case,
     exactly,
     node_and_rail,
     preset,
-    step,
 )
 from peerlane.problems.contract.tree import GroupRef, Tree, describe, leaves, linear_over, map_leaves, resolve_groups, tensor_descriptions
 from peerlane.problems.contract.wrong_answers import (

@@ -49,6 +49,11 @@ def root_of(args: Sequence[Any]) -> int:
     return args[1] if len(args) > 1 else 0
 
 
+def at_root(spoil: Callable[[pc.AnswerContext], pc.Tree]) -> Callable[[pc.AnswerContext], pc.Tree]:
+    """A wrong answer: ``spoil(context)`` on the root, the right answer elsewhere."""
+    return lambda context: spoil(context) if context.rank == root_of(context.args) else context.answer
+
+
 def may_be_root(case: pc.Case, rank: int) -> bool:
     """Whether the cost of this rank is the root's.
 
