@@ -80,19 +80,9 @@ def _several_local(case: pc.Case) -> bool:
     return moe.several_ranks(case) and case["experts"] > group_size(case)
 
 
-def _reverse_sources(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
-    return _by_expert(chunks[::-1])
-
-
-def _reverse_experts(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
-    return _by_expert([by_source[::-1] for by_source in chunks])
-
-
 def _as_received(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([chunk for by_source in chunks for chunk in by_source])
 
-
-_TWO_SOURCES = moe.several_sources
 
 KNOWN_WRONG_ANSWERS = (
     pc.wrong(
@@ -101,9 +91,11 @@ KNOWN_WRONG_ANSWERS = (
         lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))),
         moe.several_ranks,
     ),
-    pc.wrong("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), _TWO_SOURCES),
-    pc.wrong("sources_reversed", "the last source first", _arranged(_reverse_sources), _TWO_SOURCES),
-    pc.wrong("experts_reversed", "the last local expert first", _arranged(_reverse_experts), _several_local),
+    pc.wrong("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), moe.several_sources),
+    pc.wrong("sources_reversed", "the last source first", _arranged(lambda chunks: _by_expert(chunks[::-1])), moe.several_sources),
+    pc.wrong(
+        "experts_reversed", "the last local expert first", _arranged(lambda chunks: _by_expert([c[::-1] for c in chunks])), _several_local
+    ),
     pc.wrong(
         "order_of_another_call",
         "rows regrouped by counts of another call with the same splits",

@@ -141,10 +141,6 @@ def _without_floor(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, torch.where(scales == 0, 1.0, scales))
 
 
-def _scales_of_next_block(blocks: torch.Tensor) -> torch.Tensor:
-    return _trip(blocks, _block_scales(blocks).roll(-1, 0))
-
-
 def _one_scale(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, _block_scales(blocks).amax(0))
 
@@ -229,7 +225,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "scale_of_next_block",
             "every block with the next one's scale",
-            lambda c: _mean(c, _all(c), _scales_of_next_block),
+            lambda c: _mean(c, _all(c), lambda blocks: _trip(blocks, _block_scales(blocks).roll(-1, 0))),
             _SEVERAL_BLOCKS,
         ),
         pc.wrong("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), _SEVERAL_BLOCKS),

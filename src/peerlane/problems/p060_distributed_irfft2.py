@@ -141,11 +141,7 @@ def _transposed(case: pc.Case, rank: int) -> pc.Steps:
     return fft.transposed_steps(spectrum, 2 * points, points, ranks, fft.fft_flops(slices, n0, n1) / ranks)
 
 
-def _field(spectrum: torch.Tensor, case: pc.Case, args: Sequence[Any]) -> torch.Tensor:
-    return inverse(spectrum, case, len(group_members(case, 0)), args[3])
-
-
-TRANSFORM = fft.Transform(_field, 0, COMPLEX64, FP32)
+TRANSFORM = fft.Transform(lambda spectrum, case, args: inverse(spectrum, case, len(group_members(case, 0)), args[3]), 0, COMPLEX64, FP32)
 
 
 def _columns(case: pc.Case) -> int:

@@ -205,20 +205,8 @@ def _capacity(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     return weights.masked_fill((weights != 0).cumsum(0) > room, 0.0)
 
 
-def _without_bias(context: pc.AnswerContext) -> tuple[Any, ...]:
-    return (*context.args[:2], None, *context.args[3:])
-
-
 def _neighbour(context: pc.AnswerContext) -> tuple[Any, ...]:
     return context.inputs[(context.rank + 1) % context.case.world_size]
-
-
-def _first_rank(context: pc.AnswerContext) -> tuple[Any, ...]:
-    return context.inputs[0]
-
-
-def _without_maximum(logits: torch.Tensor) -> torch.Tensor:
-    return logits.exp().div(logits.exp().sum(-1, keepdim=True))
 
 
 def _first_neighbours(case: pc.Case, rank: int) -> Sequence[int]:
@@ -266,7 +254,7 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
         pc.wrong(
             "router_without_bias",
             "gate_bias ignored",
-            _spoilt(router=_without_bias),
+            _spoilt(router=lambda c: (*c.args[:2], None, *c.args[3:])),
             where(lambda c: c.params.get("bias", True) and experts(c) > 1 and pattern(c) != "one_rank"),
         ),
         pc.wrong(
@@ -275,13 +263,13 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
         pc.wrong(
             "first_ranks_router",
             "the router of the world's first rank",
-            _spoilt(router=_first_rank),
+            _spoilt(router=lambda c: c.inputs[0]),
             where(lambda c: bool(c.params.get("own_routers"))),
         ),
         pc.wrong(
             "router_without_maximum",
             "exponentials of logits as they are",
-            _spoilt(softmax=_without_maximum),
+            _spoilt(softmax=lambda logits: logits.exp().div(logits.exp().sum(-1, keepdim=True))),
             where(lambda c: "logits" in c.params),
         ),
         pc.wrong(
