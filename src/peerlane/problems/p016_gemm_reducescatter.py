@@ -1,7 +1,5 @@
 """Problem 16: row-parallel matrix product, then reduce-scatter of the rows."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -52,9 +50,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _sum_over(context: pc.AnswerContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
-    rows = _rows_of(context.case, context.rank if owner is None else owner)
-    return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
+def _rows_of_sum(context: pc.AnswerContext, owner: int) -> torch.Tensor:
+    return matmul.wide_sum_of_products(context.case, context.inputs, _rows_of(context.case, owner))
 
 
 def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
@@ -105,8 +102,8 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "products_in_eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, ("pkb/bf16",)
         ),
-        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, c.ranks, owner=0)),
-        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _sum_over(c, c.ranks, owner=c.case.world_size - 1 - c.rank)),
+        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _rows_of_sum(c, 0)),
+        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _rows_of_sum(c, c.case.world_size - 1 - c.rank)),
     ),
     alternative_solutions=pc.alternatives(
         fp32_accumulation=lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank)),

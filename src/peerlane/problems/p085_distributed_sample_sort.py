@@ -207,16 +207,12 @@ def _remainder_last(context: pc.AnswerContext) -> torch.Tensor:
     return fitted(whole[first:], len(context.answer))
 
 
-def _other_order(context: pc.AnswerContext, values: torch.Tensor) -> torch.Tensor:
-    return _parts(values, context.case, context.rank)
-
-
 def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
     """Of equal values one each."""
     whole = _whole(context).sort().values
     differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
     differs[1:] = sort_keys(whole).diff() != 0
-    return _other_order(context, fitted(whole[differs], len(whole)))
+    return _parts(fitted(whole[differs], len(whole)), context.case, context.rank)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -296,9 +292,12 @@ PROBLEM = pc.Problem(
         pc.wrong("unbalanced", "parts as long as the shards are", _unbalanced, _UNEVEN),
         pc.wrong("remainder_last", "the remainder with the last ranks", _remainder_last, tuple(f"{name}/w4" for name in _UNEVEN[:3])),
         pc.wrong(
-            "unsorted", "shards one after the other", lambda c: _other_order(c, _whole(c)), tuple(x for x in _VARIED if "sorted" not in x)
+            "unsorted",
+            "shards one after the other",
+            lambda c: _parts(_whole(c), c.case, c.rank),
+            tuple(x for x in _VARIED if "sorted" not in x),
         ),
-        pc.wrong("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), _VARIED),
+        pc.wrong("descending", "the largest first", lambda c: _parts(_whole(c).sort(descending=True).values, c.case, c.rank), _VARIED),
         pc.wrong("without_duplicates", "equal elements once", _without_duplicates, ("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")),
     ),
     alternative_solutions=pc.alternatives(by_keys=_by_keys, by_merging=_by_merging),
