@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, sequential_sum, wide_sum
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, all_gather_single
 
 # Position offsets keep all positions below this.
 _CONTEXT_LENGTH = 131072

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 # Channels of a row for each that is an outlier, beyond the first.
 _PER_OUTLIER = 256

@@ -12,8 +12,6 @@ from peerlane.problems.families.clipping import Entry, device_of, order_of, tens
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.moe_gradients import MODELS
 
-FP64 = torch.float64
-
 
 def reference(
     non_ep_grad_tensors: list[torch.Tensor],

@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 Scalars = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.interval import Interval, comparison
-
-FP64 = torch.float64
 
 # Bytes of float64 probabilities that the oracle holds at a time; it needs about eight times as much.
 _CHUNK_BYTES = 2**28

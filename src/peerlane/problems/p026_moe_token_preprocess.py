@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import FP32, INT64, all_gather_single, group_layout, group_members
 
-INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

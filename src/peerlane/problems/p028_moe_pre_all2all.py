@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, INT64, group_layout, group_members
 from peerlane.problems.p027_moe_all2all_primitive import split_list
-
-INT64 = torch.int64
 
 
 def reference(

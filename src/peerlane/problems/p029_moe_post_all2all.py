@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, fitted, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import BF16, FP32, INT64, fitted, group_layout, group_members, neighbours
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.p027_moe_all2all_primitive import split_list
-
-INT64 = torch.int64
 
 
 def reference(

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, reduce_scatter_single, sequential_sum
 
 # Channels of a row for each that is an outlier: shorter rows have none.
 _PER_OUTLIER = 1024

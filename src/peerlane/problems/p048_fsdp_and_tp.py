@@ -9,11 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.matmul import FLOP_UNIT
-
-FP64 = torch.float64
-
 
 # How many times the root of the sum of squared errors' bounds is allowed: six standard deviations of rounding errors, or more.
 _ROOTS = 3.25

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, Blocks, local_length, scale_of, visible
+from peerlane.problems.families.attention import Blocks, local_length, scale_of, visible
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
-from peerlane.problems.families.attention import BF16, FP32, Grid
+from peerlane.problems.families.attention import Grid
 from peerlane.problems.families.attention_block import Attend
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(

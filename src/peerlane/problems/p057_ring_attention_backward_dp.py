@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, Grid, local_length, scale_of
+from peerlane.problems.families.attention import Grid, local_length, scale_of
 from peerlane.problems.families.attention_backward import Gradients, How, Shards, by_block, forward, gradients
-from peerlane.problems.families.collective import sequential_sum
+from peerlane.problems.families.collective import BF16, FP32, sequential_sum
 
 _NAMES = ("dq", "dk", "dv")
 

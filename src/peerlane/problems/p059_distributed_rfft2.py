@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import fft
-from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import COMPLEX64, FP32, FP64
+from peerlane.problems.families.collective import FP32, FP64, group_layout, group_members
+from peerlane.problems.families.fft import COMPLEX64
 
 # Plane waves of a field with a steep spectrum, and the white noise beside them.
 _WAVES, _NOISE = 8, 1e-3

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import fft
-from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import COMPLEX64, COMPLEX128, FP32
+from peerlane.problems.families.collective import FP32, group_layout, group_members
+from peerlane.problems.families.fft import COMPLEX64, COMPLEX128
 
 
 def reference(

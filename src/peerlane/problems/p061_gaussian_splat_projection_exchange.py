@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import splat, splat_answers
-from peerlane.problems.families.collective import all_gather_single
-from peerlane.problems.families.splat import FP32, FP64
+from peerlane.problems.families.collective import FP32, FP64, all_gather_single
 
 NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "opacities", "colors")
 

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single
-
-FP32, FP64 = torch.float32, torch.float64
+from peerlane.problems.families.collective import FP32, FP64, all_gather_single
 
 # Rank of the part of P that is not diagonal.
 _FACTORS = 8

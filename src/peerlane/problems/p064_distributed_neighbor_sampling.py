@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import INT64, group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct
-from peerlane.problems.families.neighbours import INT64, graph_arguments, mean_taken
+from peerlane.problems.families.neighbours import graph_arguments, mean_taken
 
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

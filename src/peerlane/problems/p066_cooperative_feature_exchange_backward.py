@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from peerlane.common.places import rows_figure
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP32, fitted, group_layout, group_members
+from peerlane.problems.families.collective import FP32, FP64, fitted, group_layout, group_members
 from peerlane.problems.families.graph import count_table, least_table, skewed
 from peerlane.problems.p065_cooperative_feature_exchange import by_rank, relative_counts
-
-FP64 = torch.float64
 
 # Bytes of float64 rows that the oracle holds at a time; it needs about three times as much.
 _CHUNK_BYTES = 2**30

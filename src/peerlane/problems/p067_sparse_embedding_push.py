@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, fitted, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import BF16, FP32, INT32, INT64, fitted, group_layout, group_members, neighbours
 from peerlane.problems.families.graph import count_table, least_table, skewed
-
-INT32, INT64 = torch.int32, torch.int64
 
 
 def reference(

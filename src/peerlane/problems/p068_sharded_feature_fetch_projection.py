@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, INT32, INT64, group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct, per_rank, skewed
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64, add_product, gemm_tolerance, weights
-
-INT32, INT64 = torch.int32, torch.int64
 
 # A prime above any number of rows: multiplication by it spreads neighbouring ids over the whole table.
 _SPREAD = 2654435761

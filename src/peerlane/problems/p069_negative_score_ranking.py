@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, INT64, all_gather_single, fitted, group_layout, group_members
 from peerlane.problems.families.graph import per_rank
 from peerlane.problems.families.interval import Interval
-
-FP64, INT64 = torch.float64, torch.int64
 
 # Bytes of float64 scores that the oracle holds at a time; it needs about six times as much.
 _CHUNK_BYTES = 2**29

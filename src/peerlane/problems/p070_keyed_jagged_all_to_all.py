@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP16, FP32, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.collective import FP16, FP32, INT32, INT64, all_gather_single, fitted, group_layout, group_members
 from peerlane.problems.families.graph import per_rank
-
-INT32, INT64 = torch.int32, torch.int64
 
 # How far a feature's number of values on a rank lies from its mean at most.
 _JITTER = 0.1

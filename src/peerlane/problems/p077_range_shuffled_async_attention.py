@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, softmax_tolerance
-from peerlane.problems.families.collective import group_layout, group_members, group_size
+from peerlane.problems.families.attention import softmax_tolerance
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, group_size
 
 
 def reference(

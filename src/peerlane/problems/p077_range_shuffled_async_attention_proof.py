@@ -7,8 +7,7 @@ import torch
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import FP32
-from peerlane.problems.families.collective import group_members, group_size
+from peerlane.problems.families.collective import FP32, group_members, group_size
 from peerlane.problems.p077_range_shuffled_async_attention import _assembled, _heads, _ranges, _sizes
 
 

@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, all_gather_single, group_layout, group_members
 from peerlane.problems.families.multisets import by_label, counterpart
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # From how many neighbours on some queries have nearly all of theirs on one rank.
 _MANY = 16

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, group_layout, group_members
 
 # Bytes of float64 exponentials that the oracle holds at a time.
 _CHUNK_BYTES = 2**30

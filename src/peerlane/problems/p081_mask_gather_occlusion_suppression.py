@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, neighbours
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, neighbours
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout
-from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability, token_sweep
+from peerlane.problems.families.collective import BF16, FP32, group_layout
+from peerlane.problems.families.vocab import arguments, filter_variants, filtered_log_probability, token_sweep
 from peerlane.problems.families.vocab_logprob import compare, cost, log_probability_answer, log_probability_wrong_answers, oracle
 
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import vocab, vocab_logprob
-from peerlane.problems.families.collective import group_layout
-from peerlane.problems.families.vocab import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, group_layout
 
 
 def reference(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import vocab
-from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.vocab import BF16, FP32, FP64, cut_margin
+from peerlane.problems.families.collective import BF16, FP32, FP64, group_layout, group_members
+from peerlane.problems.families.vocab import cut_margin
 
 # Relative error of a probability: that of a sum over the vocabulary, and of exponents of size up to 1000, in float32. What lies below its
 # smallest normal number may be flushed to zero.

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, all_gather_single, fitted, group_layout, group_members
 from peerlane.problems.families.graph import fine_uniform
 
-FP64 = torch.float64
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Samples that every rank takes of its sorted shard, per rank of the group.

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
+from peerlane.problems.families.attention import Blocks, local_length, scale_of, visible
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 # How the queries at one place of a ring attend to its blocks.
 Attend = Callable[[Blocks, int], torch.Tensor]

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP32
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import FP32, FP64
 
 Shape = tuple[int, ...]
 Entry = tuple[Shape, torch.dtype] | None

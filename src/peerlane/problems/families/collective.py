@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INT32, INT64 = torch.int32, torch.int64
 
 # PyTorch 2.13 renamed these two and warns about the old names; 2.9 to 2.12 know only the old ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, group_members
 
-FP32, FP64 = torch.float32, torch.float64
 COMPLEX64, COMPLEX128 = torch.complex64, torch.complex128
 
 

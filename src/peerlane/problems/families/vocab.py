@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, all_gather_single, group_layout, group_members
 
 # Bytes of a chunk of rows over the whole vocabulary: in float32 when inputs are drawn, in float64 in the oracle, which needs ten times it.
 CHUNK_BYTES = 2**29

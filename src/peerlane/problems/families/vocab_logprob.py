@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, FP64, group_members
 from peerlane.problems.families.vocab import (
     CHUNK_BYTES,
-    FP32,
-    FP64,
     cut_margin,
     direct_filter,
     filter_wrong_answers,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe, two_tiers
-from peerlane.problems.families.attention import FP64
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.two_tiers import reordered
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems import p054_ring_attention as one_ring
 from peerlane.problems.families import attention, two_tiers
-from peerlane.problems.families.attention import BF16, FP32, Blocks, exchange, local_length, scale_of, visible
+from peerlane.problems.families.attention import Blocks, exchange, local_length, scale_of, visible
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(

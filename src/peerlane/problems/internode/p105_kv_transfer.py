@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import two_tiers
-from peerlane.problems.families.collective import BF16, FP32
-
-INT32 = torch.int32
+from peerlane.problems.families.collective import BF16, FP32, INT32
 
 
 def reference(
