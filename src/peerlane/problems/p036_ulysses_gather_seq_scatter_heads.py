@@ -108,7 +108,7 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(),
-        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        *_EXCHANGE.trimming_wrong_answers(_PADDED),
     ),
     process_groups=group_layout,
     notes=(

@@ -135,7 +135,7 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(),
-        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        *_EXCHANGE.trimming_wrong_answers(_PADDED),
         pc.wrong("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
         pc.wrong("channel_major", "query, key and value of one channel side by side", _channel_major),
     ),

@@ -112,8 +112,6 @@ PROBLEM = pc.Problem(
         idle_top_k=_IDLE_TOP_K,
         idle_top_p=("disabled_bf16",),
         ties=("small/tied_top_k_fp32", "small/tied_both_bf16", "small/equal_both_bf16"),
-        one_rank=("small/wide_top_k_bf16",),
-        grouped=("small/strided_group_bf16",),
     ),
     alternative_solutions=filter_variants(log_probability_answer),
     excused={

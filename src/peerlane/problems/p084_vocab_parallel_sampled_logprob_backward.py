@@ -320,7 +320,6 @@ PROBLEM = pc.Problem(
             idle_top_k=_IDLE,
             idle_top_p=_IDLE,
             ties=("small/tied_top_k_fp32", "small/tied_both_bf16"),
-            one_rank=("small/wide_top_k_bf16",),
         ),
     ),
     alternative_solutions=vocab.filter_variants(gradient_answer),

@@ -289,19 +289,19 @@ def gradient_wrong_answers(model: StepModel) -> tuple[pc.KnownWrongAnswer, ...]:
     )
 
 
-def usual_wrong_answers(model: StepModel, cases: Sequence[str], **usual: float) -> tuple[pc.KnownWrongAnswer, ...]:
-    """Usual numbers in place of the arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
+def usual_wrong_answers(model: StepModel, **usual: float) -> tuple[pc.KnownWrongAnswer, ...]:
+    """Usual numbers in place of unusual arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
     found = {"usual_betas": {"beta1": 0.9, "beta2": 0.999}, "no_eps": {"eps": 0.0}}
     found |= {f"usual_{name}": {name: value} for name, value in usual.items()}
     return tuple(
-        model.wrong(name, f"whatever was passed: {changes}", training=_with_adam(**changes), cases=tuple(cases))
+        model.wrong(name, f"whatever was passed: {changes}", training=_with_adam(**changes), cases=("small/unusual_adam_fp32",))
         for name, changes in found.items()
     )
 
 
-def excused_by_nan(case_name: str, outputs: Sequence[str]) -> dict[str, str]:
-    """Standard known wrong answers that are right where a NaN has reached all of these outputs in every call."""
-    return {f"{null}/{output}@{case_name}": "all of it is NaN" for null in ("nan", "previous") for output in outputs}
+def excused_by_nan(outputs: Sequence[str]) -> dict[str, str]:
+    """Standard known wrong answers that are right in the case ``nan_bf16``, where a NaN has reached all of these outputs in every call."""
+    return {f"{null}/{output}@small/nan_bf16": "all of it is NaN" for null in ("nan", "previous") for output in outputs}
 
 
 # For costs.

@@ -139,16 +139,16 @@ class Exchange:
             pc.wrong(f"interleaved_{self.gathered}", f"{self.gathered}: one of every rank in turn", self._interleaved, interleaved),
         )
 
-    def trimming_wrong_answers(self, *, padded: Sequence[str], multiple: Sequence[str]) -> tuple[pc.KnownWrongAnswer, ...]:
-        """Wrong answers about padding, for the cases that have some, and for those whose true length is a multiple of W."""
+    def trimming_wrong_answers(self, padded: tuple[str, ...]) -> tuple[pc.KnownWrongAnswer, ...]:
+        """Wrong answers about padding, for the cases that have some, and for ``multiple_bf16``, whose true length is a multiple of W."""
         return (
-            pc.wrong("trimming_forgotten", "padding still there", self._untrimmed, tuple(padded)),
-            pc.wrong("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, tuple(padded)),
+            pc.wrong("trimming_forgotten", "padding still there", self._untrimmed, padded),
+            pc.wrong("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, padded),
             pc.wrong(
                 "trimmed_although_multiple",
                 "cut to a true length that is a multiple of W",
                 self._trimmed_although_multiple,
-                tuple(multiple),
+                ("small/multiple_bf16",),
             ),
         )
 

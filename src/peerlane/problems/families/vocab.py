@@ -386,18 +386,15 @@ def filter_wrong_answers(
     idle_top_k: Sequence[str],
     idle_top_p: Sequence[str],
     ties: Sequence[str],
-    one_rank: Sequence[str],
 ) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong filters, each with ``answer`` made of the result.
 
-    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. ``one_rank``:
-    cases where some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
+    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. In the case
+    ``wide_top_k_bf16`` some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
     """
 
-    def wrong(
-        name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str] | None = None
-    ) -> pc.KnownWrongAnswer:
-        return pc.wrong(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), None if cases is None else tuple(cases))
+    def wrong(name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str]) -> pc.KnownWrongAnswer:
+        return pc.wrong(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), tuple(cases))
 
     straddling = [
         f"{item.name}/{spec.label}"
@@ -410,7 +407,7 @@ def filter_wrong_answers(
         wrong("no_top_p", "top_p ignored", _without_top_p, labels(presets, "top_p", without=idle_top_p)),
         wrong("nucleus_first", "top-p before top-k", _nucleus_first, labels(presets, "top_k", "top_p", without=idle_top_k)),
         wrong("exactly_k", "logits that equal the k-th largest left out", _exactly_k, ties),
-        wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, one_rank),
+        wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, ("small/wide_top_k_bf16",)),
         wrong(
             "filter_in_bfloat16", "top-p in the dtype of the logits", lambda c: filter_in_own_dtype(c.case, c.inputs, c.rank), straddling
         ),

@@ -165,25 +165,19 @@ def _no_maximum_in_top_p(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def log_probability_wrong_answers(
-    presets: Sequence[pc.Preset],
-    *,
-    idle_top_k: Sequence[str],
-    idle_top_p: Sequence[str],
-    ties: Sequence[str],
-    one_rank: Sequence[str],
-    grouped: Sequence[str],
+    presets: Sequence[pc.Preset], *, idle_top_k: Sequence[str], idle_top_p: Sequence[str], ties: Sequence[str]
 ) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong log-probabilities, also where logits overflow: in cases ``one_hot_fp32`` and, with top-p, ``one_hot_both_bf16``.
 
-    ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`.
+    The arguments are those of :func:`filter_wrong_answers`. The group of the case ``strided_group_bf16`` is smaller than the world.
     """
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
         pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
-        pc.wrong("whole_world", "tp_group ignored", _whole_world, tuple(grouped)),
+        pc.wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/one_hot_fp32",)),
         pc.wrong("no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, ("small/one_hot_both_bf16",)),
-        *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties, one_rank=one_rank),
+        *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties),
     )
