@@ -168,15 +168,13 @@ def _ids_by_owner(context: pc.AnswerContext) -> torch.Tensor:
     return ids[torch.argsort(ids // _rows(context.case), stable=True)]
 
 
-def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
-    shard: torch.Tensor = context.args[1]
-    return shard[_ids_by_owner(context) % _rows(context.case)]
+def _no_communication(context: pc.AnswerContext) -> pc.Tree:
+    return context.args[1][_ids_by_owner(context) % _rows(context.case)]
 
 
-def _clamped(context: pc.AnswerContext) -> torch.Tensor:
-    shard: torch.Tensor = context.args[1]
+def _clamped(context: pc.AnswerContext) -> pc.Tree:
     rows = _rows(context.case)
-    return shard[(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
+    return context.args[1][(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
 
 
 def _dealt_out(context: pc.AnswerContext) -> torch.Tensor:

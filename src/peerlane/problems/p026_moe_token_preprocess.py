@@ -113,12 +113,12 @@ def _interleaved(counts: torch.Tensor, me: int) -> torch.Tensor:
     return counts.view(ranks, -1, ranks).transpose(1, 2).reshape(ranks, -1)
 
 
-def _one_off(context: pc.AnswerContext) -> Four:
+def _one_off(context: pc.AnswerContext) -> pc.Tree:
     """One row too many: what a tolerance of a percent lets through."""
     results = [leaf.clone() for leaf in context.answer]
     for leaf in results:
         leaf.view(-1)[-1] += 1
-    return results[0], results[1], results[2], results[3]
+    return tuple(results)
 
 
 def _first_slot(context: pc.AnswerContext) -> Four:

@@ -14,8 +14,6 @@ from peerlane.problems.families.collective import BF16, FP32
 
 NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 def reference(
     grad_fc1_1_lora_A: torch.Tensor, grad_fc1_2_lora_A: torch.Tensor, grad_fc2_lora_B: torch.Tensor, group: dist.ProcessGroup | None = None
@@ -84,18 +82,16 @@ def _two_shots(case: pc.Case, rank: int) -> pc.Steps:
     )
 
 
-def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = collective.wide_sum) -> Triple:
-    first, second, third = (add(_terms(inputs, ranks, index)) for index in range(3))
-    return first, second, third
+def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = collective.wide_sum) -> pc.Tree:
+    return tuple(add(_terms(inputs, ranks, index)) for index in range(3))
 
 
-def _own(context: pc.AnswerContext) -> Triple:
+def _own(context: pc.AnswerContext) -> pc.Tree:
     return _sums(context.inputs, [context.rank])
 
 
-def _mean(context: pc.AnswerContext) -> Triple:
-    first, second, third = (total / len(context.members) for total in context.answer)
-    return first, second, third
+def _mean(context: pc.AnswerContext) -> pc.Tree:
+    return tuple(total / len(context.members) for total in context.answer)
 
 
 _ODD = ((5, 9), (5, 11), (12, 5))

@@ -76,18 +76,13 @@ def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
     return _mistaken(context, change)
 
 
-# Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
-_FORGETFUL = ("repeated", "fast")
-
-_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
-
 KNOWN_WRONG_ANSWERS = (
     pc.wrong("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
     pc.wrong(
         "drop_first_rank",
         "the sequence without the first rank's tokens",
         lambda c: _sequence_of(c, _until(c.case, c.rank)[0][1:] or [c.rank]),
-        _CHECKSUMMING,
+        delta.remembers,
     ),
     pc.wrong(
         "linear_attention",
@@ -115,7 +110,7 @@ KNOWN_WRONG_ANSWERS = (
         "own_parameters",
         "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
         lambda c: _recurrent(c.case, [(*args[:5], *c.args[5:7], *args[7:]) for args in c.inputs], c.rank),
-        lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in c.params,
+        lambda c: delta.remembers(c) and c.params.get("pattern") != "carried" and "group" not in c.params,
     ),
     pc.wrong(
         "whole_world",

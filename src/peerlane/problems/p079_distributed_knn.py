@@ -363,10 +363,9 @@ def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tens
     return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
 
 
-def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_neighbour_repeated(context: pc.AnswerContext) -> pc.Tree:
     """The nearest row twice, at the expense of the k-th."""
-    similarities, labels = (torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
-    return similarities, labels
+    return tuple(torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
 
 
 def _row_indices(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
