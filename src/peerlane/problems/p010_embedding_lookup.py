@@ -201,7 +201,7 @@ def _small(label: str, dtype: torch.dtype, ids: str, **params: Any) -> pc.CaseSp
     return pc.case(label, dtype, **{"rows": 8, "width": 3, "counts": _COUNTS, "ids": ids, **params})
 
 
-_MIXED = tuple(f"small/{label}" for label in ("uniform_fp32", "uniform_bf16", "edges_bf16", "descending_bf16", "zipf_bf16", "wide_bf16"))
+_MIXED = pc.small_cases("uniform_fp32", "uniform_bf16", "edges_bf16", "descending_bf16", "zipf_bf16", "wide_bf16")
 _REMOTE = (*_MIXED, "small/ascending_bf16", "small/last_owner_bf16")
 
 PROBLEM = pc.Problem(

@@ -146,14 +146,7 @@ def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     return _group_of(context, neighbours(context), neighbours(context).index(context.rank))
 
 
-_UNEVEN = (
-    "small/uneven_bf16",
-    "small/uneven_fp32",
-    "small/uneven_int64",
-    "small/transposed_bf16",
-    "small/world_group_fp32",
-    "small/strided_group_bf16",
-)
+_UNEVEN = pc.small_cases("uneven_bf16", "uneven_fp32", "uneven_int64", "transposed_bf16", "world_group_fp32", "strided_group_bf16")
 PROBLEM = pc.Problem(
     id=27,
     slug="moe_all2all_primitive",

@@ -48,15 +48,15 @@ def _flat(context: pc.AnswerContext) -> torch.Tensor:
     return torch.cat(parts).view(context.answer.shape)
 
 
-_INTERLEAVED = (
-    "small/scatter_first_bf16",
-    "small/scatter_third_bf16",
-    "small/scatter_second_bf16",
-    "small/same_axis_bf16",
-    "small/scatter_last_fp32",
-    "small/permuted_bf16",
-    "small/negative_int32",
-    "small/strided_group_bf16",
+_INTERLEAVED = pc.small_cases(
+    "scatter_first_bf16",
+    "scatter_third_bf16",
+    "scatter_second_bf16",
+    "same_axis_bf16",
+    "scatter_last_fp32",
+    "permuted_bf16",
+    "negative_int32",
+    "strided_group_bf16",
 )
 
 PROBLEM = pc.Problem(

@@ -107,8 +107,10 @@ def _small(
     return pc.case(label, dtype, shape=shape, gather_dim=axis, each=each, **params)
 
 
-_SHARED = ("uneven_bf16", "columns_bf16", "second_last_bf16", "vector_int64", "one_empty_bf16", "spike_bf16", "odd_uint8", "permuted_bf16")
-_INNER = ("columns_bf16", "second_last_bf16")
+_SHARED = pc.small_cases(
+    "uneven_bf16", "columns_bf16", "second_last_bf16", "vector_int64", "one_empty_bf16", "spike_bf16", "odd_uint8", "permuted_bf16"
+)
+_INNER = pc.small_cases("columns_bf16", "second_last_bf16")
 
 PROBLEM = pc.Problem(
     id=35,
@@ -169,16 +171,16 @@ PROBLEM = pc.Problem(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",
             _own_length_for_all,
-            tuple(f"small/{label}" for label in _SHARED),
+            _SHARED,
         ),
         pc.wrong(
             "padding_left",
             "tensors padded to the longest, and the padding left between them",
             _padding_left,
             # On two ranks the longer tensor may come first, and the padding is then at the end.
-            tuple(f"small/{label}/w{ranks}" for label in _SHARED for ranks in (4, 8)),
+            tuple(f"{name}/w{ranks}" for name in _SHARED for ranks in (4, 8)),
         ),
-        pc.wrong("gathered_flat", "the axis ignored", _gathered_flat, tuple(f"small/{label}" for label in _INNER)),
+        pc.wrong("gathered_flat", "the axis ignored", _gathered_flat, _INNER),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     graph=False,

@@ -105,23 +105,11 @@ def _padding_spread(context: pc.AnswerContext) -> torch.Tensor:
     return torch.cat(parts, context.case["head_dim"])
 
 
-_PADDED = (
-    "small/padded_bf16",
-    "small/packed_padded_bf16",
-    "small/heads_first_int32",
-    "small/short_bf16",
-    "small/nan_end_bf16",
-    "small/permuted_bf16",
-    "small/single_token_bf16",
+_PADDED = pc.small_cases(
+    "padded_bf16", "packed_padded_bf16", "heads_first_int32", "short_bf16", "nan_end_bf16", "permuted_bf16", "single_token_bf16"
 )
-_SEVERAL_TOKENS = (
-    "small/plain_bf16",
-    "small/padded_bf16",
-    "small/packed_padded_bf16",
-    "small/heads_first_int32",
-    "small/nan_end_bf16",
-    "small/permuted_bf16",
-    "small/strided_group_bf16",
+_SEVERAL_TOKENS = pc.small_cases(
+    "plain_bf16", "padded_bf16", "packed_padded_bf16", "heads_first_int32", "nan_end_bf16", "permuted_bf16", "strided_group_bf16"
 )
 # Padding at the end leaves other blocks than the most equal ones.
 _UNEVEN = tuple(f"small/{label}/w{ranks}" for label in ("padded_bf16", "heads_first_int32", "permuted_bf16") for ranks in (4, 8))

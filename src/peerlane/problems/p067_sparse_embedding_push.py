@@ -131,10 +131,7 @@ def _contiguous_group(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Te
 
 
 _MIXED = (
-    "small/uneven_bf16",
-    "small/uneven_fp32",
-    "small/hot_bf16",
-    "small/odd_row_bf16",
+    *pc.small_cases("uneven_bf16", "uneven_fp32", "hot_bf16", "odd_row_bf16"),
     "pkb/bf16",
     "production_wikidata5m_transe/fp32",
     "production_dlrm_table/bf16",

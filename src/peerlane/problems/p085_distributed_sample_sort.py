@@ -257,10 +257,7 @@ PRESETS = (
 _UNEVEN = ("small/uneven_fp32", "small/uneven_fp64", "small/sorted_fp32", "small/special_fp32", "small/hot_fp32")
 _VARIED = (
     *_UNEVEN,
-    "small/uneven_fp16",
-    "small/reversed_bf16",
-    "small/few_values_bf16",
-    "small/strided_group_fp32",
+    *pc.small_cases("uneven_fp16", "reversed_bf16", "few_values_bf16", "strided_group_fp32"),
     "pkb/bf16",
     "pkb/normal_bf16",
 )

@@ -35,6 +35,7 @@ from peerlane.problems.contract.wrong_answers import (
     is_excused,
     known_wrong_answers,
     names_of,
+    small_cases,
     transport_faults,
     where,
     wrong,
@@ -45,6 +46,6 @@ __all__ = [
     "Cost", "Draw", "Expected", "FromProof", "GroupLayout", "GroupRef", "Inputs", "KnownWrongAnswer", "Preset", "Problem", "Score", "Step",
     "Steps", "Tolerance", "Tree", "Where", "alternatives", "any_order", "case", "compare_close", "compare_exact", "constant", "describe",
     "exactly", "except_for", "expected_leaves", "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves",
-    "names_of", "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "step",
-    "tensor_descriptions", "traffic", "transport_faults", "where", "wrong",
+    "names_of", "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "small_cases",
+    "step", "tensor_descriptions", "traffic", "transport_faults", "where", "wrong",
 ]  # fmt: skip

@@ -30,6 +30,11 @@ def except_for(*names: str) -> Callable[[Case], bool]:
     return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
 
 
+def small_cases(*labels: str) -> tuple[str, ...]:
+    """The names of these cases of the preset ``small``."""
+    return tuple(f"small/{label}" for label in labels)
+
+
 def grouped(case: Case) -> bool:
     """Whether the case names a process group."""
     return "group" in case.params
