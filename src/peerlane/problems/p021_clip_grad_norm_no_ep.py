@@ -1,6 +1,7 @@
 """Problem 21: clipping of gradients, in place, by their norm over all ranks' shards."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,14 +174,10 @@ def _members_of(context: pc.AnswerContext) -> Sequence[int]:
     return _members(context.case, context.rank)
 
 
-def _float32(coarse: bool) -> pc.AlternativeSolution:
+def _float32(case: pc.Case, inputs: pc.Inputs, rank: int, *, coarse: bool = False) -> Answer:
     """Norm and product in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
-
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-        norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], order_of(case), device_of(inputs))
-        return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
-
-    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded_once", answer)
+    norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], order_of(case), device_of(inputs))
+    return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
 
 
 _RAGGED = (*tensors(BF16, (37, 5), (3, 7), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
@@ -311,7 +308,7 @@ PROBLEM = pc.Problem(
         pc.wrong("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, _BELOW),
         pc.wrong("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, ("small/tiny",)),
     ),
-    alternative_solutions=(_float32(coarse=False), _float32(coarse=True)),
+    alternative_solutions=pc.alternatives(rounded_once=_float32, coefficient_rounded=partial(_float32, coarse=True)),
     excused=_excused(),
     process_groups=group_layout,
     updates=("grad_tensors",),

@@ -1,6 +1,7 @@
 """Wrong answers to problem 22 and other right ones. Evaluations do not import this module."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,13 +82,9 @@ def _one_list_scaled(context: pc.AnswerContext, *, experts: bool) -> Answer:
     return norm, {**right, name: kept[name]}
 
 
-def _float32(coarse: bool) -> pc.AlternativeSolution:
+def _float32(case: pc.Case, inputs: pc.Inputs, rank: int, *, coarse: bool = False) -> Answer:
     """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
-
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-        return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
-
-    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
+    return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
 
 
 def _folded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
@@ -199,4 +196,4 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (_float32(coarse=False), _float32(coarse=True), pc.AlternativeSolution("folded", _folded))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(rounded=_float32, coefficient_rounded=partial(_float32, coarse=True), folded=_folded)

@@ -218,12 +218,6 @@ def _not_renormalised(context: pc.AnswerContext) -> torch.Tensor:
     return _assembled(context.case, context.rank, context.args, probabilities, _survives(kept, context.args[1]))
 
 
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    logits, (top_k, top_p) = vocab.whole_vocabulary(context.inputs, context.ranks), vocab.own_filters(context)
-    kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
-    return gradient_answer(context.case, context.rank, context.args, kept)
-
-
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     defaults = {"batch": 2, "sequence_per_rank": 4, "vocab_per_rank": 8, "outside": 0.3, "edge": 0.3, "chunk_per_rank": 1}
     return pc.case(label, dtype, **{**defaults, **params})
@@ -313,7 +307,6 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(c.members)),
         pc.wrong("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
-        pc.wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         *vocab.filter_wrong_answers(
             gradient_answer,
             PRESETS,

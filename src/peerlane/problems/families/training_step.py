@@ -210,18 +210,14 @@ class StepModel:
 
         return pc.wrong(name, why, answer, **options)
 
-    def honest(self, name: str, work: Callable[[pc.Case], torch.dtype]) -> pc.AlternativeSolution:
+    def honest(self, work: Callable[[pc.Case], torch.dtype]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
         """The step in a working dtype, every operation rounded to it."""
-
-        def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
-            return self.arranged(case, rank, optimizer.narrow_step(self.training(case, inputs), work(case)))
-
-        return pc.AlternativeSolution(name, answer)
+        return lambda case, inputs, rank: self.arranged(case, rank, optimizer.narrow_step(self.training(case, inputs), work(case)))
 
     @property
     def alternative_solutions(self) -> tuple[pc.AlternativeSolution, ...]:
         """In float32 with one rounding of the results, and with every operation rounded to the case's dtype."""
-        return self.honest("fp32_rounded_once", lambda _: FP32), self.honest("every_operation_rounded", lambda case: case.dtype)
+        return pc.alternatives(fp32_rounded_once=self.honest(lambda _: FP32), every_operation_rounded=self.honest(lambda case: case.dtype))
 
 
 def _with_adam(**changes: Any) -> Callable[[pc.AnswerContext, optimizer.Training], optimizer.Training]:

@@ -369,6 +369,11 @@ def _one_short(context: pc.AnswerContext) -> torch.Tensor:
     return keep_nucleus(keep_largest(torch.cat([keep_largest(shard, most) for shard in shards], dim=-1), top_k), top_p)
 
 
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
+    logits, (top_k, top_p) = whole_vocabulary(context.inputs, context.ranks), own_filters(context)
+    return keep_nucleus(keep_largest(logits, top_k), top_p)
+
+
 def labels(presets: Sequence[pc.Preset], *names: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """The cases that set all of the named filters, ``top_k`` and ``top_p``, but for those of some labels."""
     return tuple(
@@ -390,7 +395,8 @@ def filter_wrong_answers(
     """Wrong filters, each with ``answer`` made of the result.
 
     ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. In the case
-    ``wide_top_k_bf16`` some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
+    ``strided_group_bf16`` the group is smaller than the world. In ``wide_top_k_bf16`` some tokens have their k largest logits on one rank,
+    and no top-p makes up for the loss of one of them.
     """
 
     def wrong(name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str]) -> pc.KnownWrongAnswer:
@@ -407,6 +413,7 @@ def filter_wrong_answers(
         wrong("no_top_p", "top_p ignored", _without_top_p, labels(presets, "top_p", without=idle_top_p)),
         wrong("nucleus_first", "top-p before top-k", _nucleus_first, labels(presets, "top_k", "top_p", without=idle_top_k)),
         wrong("exactly_k", "logits that equal the k-th largest left out", _exactly_k, ties),
+        wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, ("small/wide_top_k_bf16",)),
         wrong(
             "filter_in_bfloat16", "top-p in the dtype of the logits", lambda c: filter_in_own_dtype(c.case, c.inputs, c.rank), straddling

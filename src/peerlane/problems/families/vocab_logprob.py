@@ -22,7 +22,6 @@ from peerlane.problems.families.vocab import (
     shape_of,
     unfiltered,
     vocabulary,
-    whole_vocabulary,
 )
 
 # Error of a log-probability y, whose natural unit is one: room for sums over the vocabulary in float32.
@@ -147,11 +146,6 @@ def _local(context: pc.AnswerContext, normalised: bool) -> torch.Tensor:
     return torch.where(own, answer, -math.inf)
 
 
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    logits, (top_k, top_p) = whole_vocabulary(context.inputs, context.ranks), own_filters(context)
-    return log_softmax_at(keep_nucleus(keep_largest(logits, top_k), top_p), context.args[1])
-
-
 def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
     kept = direct_filter(context.case, context.inputs, context.rank)
     return kept.gather(-1, context.args[1].unsqueeze(-1)).squeeze(-1) - kept.exp().sum(-1).log()
@@ -169,14 +163,13 @@ def log_probability_wrong_answers(
 ) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong log-probabilities, also where logits overflow: in cases ``one_hot_fp32`` and, with top-p, ``one_hot_both_bf16``.
 
-    The arguments are those of :func:`filter_wrong_answers`. The group of the case ``strided_group_bf16`` is smaller than the world.
+    The arguments are those of :func:`filter_wrong_answers`.
     """
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
         pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
-        pc.wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/one_hot_fp32",)),
         pc.wrong("no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, ("small/one_hot_both_bf16",)),
         *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties),
