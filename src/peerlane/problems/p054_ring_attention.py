@@ -156,13 +156,9 @@ def mask_inverted(context: pc.AnswerContext) -> torch.Tensor:
     return attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
 
 
-def _own_block_unmasked(context: pc.AnswerContext) -> torch.Tensor:
-    return dense(context.case, context.inputs, context.rank, causal=False)
-
-
-def default_scale(context: pc.AnswerContext) -> torch.Tensor:
+def default_scale(context: pc.AnswerContext) -> pc.Tree:
     """A wrong answer: softmax_scale ignored."""
-    return dense(context.case, context.inputs, context.rank, scale=context.case["depth"] ** -0.5)
+    return context.by(dense, scale=context.case["depth"] ** -0.5)
 
 
 def _values_rotated(context: pc.AnswerContext) -> torch.Tensor:
@@ -245,7 +241,9 @@ PROBLEM = pc.Problem(
         pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", mask_inverted),
         pc.wrong("values_rotated", "values one rank out of step with the keys", _values_rotated),
         pc.wrong("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
-        pc.wrong("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, lambda c: c["causal"]),
+        pc.wrong(
+            "own_block_unmasked", "the rank's own block without its triangle", lambda c: c.by(dense, causal=False), lambda c: c["causal"]
+        ),
         pc.wrong("default_scale", "softmax_scale ignored", default_scale, lambda c: "scale" in c.params),
     ),
     alternative_solutions=pc.alternatives(dense_fp32=dense, flash_rounded_probabilities=flash),

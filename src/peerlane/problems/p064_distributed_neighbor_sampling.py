@@ -215,10 +215,6 @@ def _hop_by_hop(case: pc.Case, rank: int) -> pc.Steps:
     return tuple(of(number, *hop) for number, hop in enumerate(_hops(case, ranks), 1))
 
 
-def _spoilt(**options: Any) -> Any:
-    return lambda context: _sample(context.case, context.inputs, context.rank, **options)
-
-
 def _own_positions(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
     theirs = torch.stack([context.inputs[q][2][:-1] for q in context.members])
@@ -328,10 +324,10 @@ PROBLEM = pc.Problem(
     bandwidth="production_igb_medium_large_batch",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("own_adjacency", "only what the rank itself stores", _spoilt(local=True), _PARTITIONED),
-        pc.wrong("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
-        pc.wrong("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
-        pc.wrong("last_neighbours", "a node's last neighbours", _spoilt(last=True), (*_DEEP, *_PRODUCTION)),
+        pc.wrong("own_adjacency", "only what the rank itself stores", lambda c: c.by(_sample, local=True), _PARTITIONED),
+        pc.wrong("owner_order", "frontiers sorted by owner", lambda c: c.by(_sample, by_owner=True)),
+        pc.wrong("ascending_nodes", "new nodes in ascending order", lambda c: c.by(_sample, ascending=True)),
+        pc.wrong("last_neighbours", "a node's last neighbours", lambda c: c.by(_sample, last=True), (*_DEEP, *_PRODUCTION)),
         pc.wrong("own_positions", "edge ids counted in the rank's own arrays", _own_positions, _PARTITIONED),
         pc.wrong("places", "edge ids counted from each node's first", _places),
         pc.wrong("global_names", "row and col by name instead of place", _global_names),

@@ -245,24 +245,20 @@ def _fp32(
     return ((x1.to(FP32) * y) if outer_gate else y).to(case.dtype).transpose(1, 2)
 
 
-def _wrong(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
-    return _fp32(context.case, context.inputs, context.rank, **mistakes)
-
-
-def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
+def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> pc.Tree:
     """With zeros for the shards of ranks whose place in the group is not kept; ``kept`` has that place, and the rank's own."""
     own = context.place
-    return _wrong(context, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
+    return context.by(_fp32, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
 
 
-def _local_filter(context: pc.AnswerContext) -> torch.Tensor:
+def _local_filter(context: pc.AnswerContext) -> pc.Tree:
     """Filters cut to the length of a shard, as far as they are longer than that."""
     local = context.args[0].shape[-1]
-    return _wrong(context, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
+    return context.by(_fp32, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
 
 
-def _interleaved_channels(context: pc.AnswerContext) -> torch.Tensor:
-    return _wrong(context, filters=lambda h: h.repeat(context.case["group_dim"], 1))
+def _interleaved_channels(context: pc.AnswerContext) -> pc.Tree:
+    return context.by(_fp32, filters=lambda h: h.repeat(context.case["group_dim"], 1))
 
 
 def _small(label: str, dtype: torch.dtype, group_dim: int, local: int, **params: Any) -> pc.CaseSpec:
@@ -342,11 +338,11 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "layout_mistaken",
             "zigzag shards taken as contiguous, or the reverse",
-            lambda c: _wrong(c, zigzag=not c.case["zigzag"]),
+            lambda c: c.by(_fp32, zigzag=not c.case["zigzag"]),
             lambda c: c.params.get("local", 2) % 2 == 0,
         ),
         pc.wrong(
-            "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: _wrong(c, circular=True)
+            "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: c.by(_fp32, circular=True)
         ),
         pc.wrong(
             "filter_of_a_shard",
@@ -354,9 +350,9 @@ PROBLEM = pc.Problem(
             _local_filter,
             lambda c: "taps_per_rank" in c.params and c.params.get("pattern") not in ("delay", "closed"),
         ),
-        pc.wrong("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
-        pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
-        pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
+        pc.wrong("bias_ignored", "without conv_bias", lambda c: c.by(_fp32, use_bias=False)),
+        pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: c.by(_fp32, inner_gate=False)),
+        pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: c.by(_fp32, outer_gate=False)),
         pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
     ),
     alternative_solutions=pc.alternatives(

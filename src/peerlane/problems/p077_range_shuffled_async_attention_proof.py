@@ -130,7 +130,7 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, _padded),
     pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, lambda c: _heads(c)[1] > 1),
     pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, lambda c: c["ranges"] > 1),
-    pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
+    pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: c.by(_answer, scale=1.0)),
 )
 
 ALTERNATIVE_SOLUTIONS = pc.alternatives(

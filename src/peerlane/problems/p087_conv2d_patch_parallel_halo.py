@@ -133,8 +133,8 @@ def _fp32(case: pc.Case, padded: torch.Tensor, args: tuple[Any, ...], *, flipped
     return result.to(case.dtype)
 
 
-def _single(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    return _fp32(case, _padded(case, inputs, rank), inputs[rank])
+def _single(case: pc.Case, inputs: pc.Inputs, rank: int, **mistakes: bool) -> torch.Tensor:
+    return _fp32(case, _padded(case, inputs, rank), inputs[rank], **mistakes)
 
 
 def _late_bias(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
@@ -154,10 +154,6 @@ def _rows(context: pc.AnswerContext, distance: int, side: int, *, around: bool =
     """Border rows of the rank at a distance in the group; ``around``: the first and the last rank are neighbours."""
     place = context.place + distance
     return _rows_from(context.case, context.inputs, context.rank, place % len(context.members) if around else place, side)
-
-
-def _wrong_stripe(context: pc.AnswerContext, **mistakes: bool) -> torch.Tensor:
-    return _fp32(context.case, _padded(context.case, context.inputs, context.rank), context.args, **mistakes)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -259,9 +255,9 @@ PROBLEM = pc.Problem(
             lambda c: _HALO(c) and c.params.get("stride", 1) == 1,
         ),
         pc.wrong(
-            "kernel_flipped", "a convolution instead of a correlation", lambda c: _wrong_stripe(c, flipped=True), lambda c: c["kernel"] >= 2
+            "kernel_flipped", "a convolution instead of a correlation", lambda c: c.by(_single, flipped=True), lambda c: c["kernel"] >= 2
         ),
-        pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
+        pc.wrong("bias_ignored", "without bias", lambda c: c.by(_single, biased=False), pc.except_for("five_no_bias_fp32")),
     ),
     alternative_solutions=pc.alternatives(fp32_rounded_once=_single, bias_after_rounding=_late_bias),
     process_groups=group_layout,

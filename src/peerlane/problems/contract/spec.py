@@ -255,6 +255,10 @@ class AnswerContext:
         """This rank's place among :attr:`members`."""
         return self.members.index(self.rank)
 
+    def by(self, answer: Callable[..., Tree], **options: Any) -> Tree:
+        """``answer(case, inputs, rank, **options)``, a function as alternative solutions are, with options that make mistakes."""
+        return answer(self.case, self.inputs, self.rank, **options)
+
     @property
     def answer(self) -> Tree:
         """This rank's own right answer (to be spoilt, never returned)."""
