@@ -5,9 +5,8 @@ import math
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, group_members
 from peerlane.problems.families.vocab import vocabulary, whole_vocabulary
-from peerlane.problems.p073_vocab_parallel_cross_entropy import FP32
 
 
 def _picked(logits: torch.Tensor, target: torch.Tensor, first: int = 0) -> torch.Tensor:
