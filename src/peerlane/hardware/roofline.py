@@ -30,7 +30,7 @@ from peerlane.hardware.profiles import HardwareProfile
 
 if TYPE_CHECKING:
     from peerlane.problems import Cost
-    from peerlane.problems.contract.spec import Steps
+    from peerlane.problems.contract.cost import Steps
 
 Resource = Literal["latency", "nvlink", "network", "hbm", "tensor", "vector"]
 

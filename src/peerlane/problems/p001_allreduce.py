@@ -1,12 +1,10 @@
 """Problem 1: all-reduce (sum) of one tensor."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, sweep, wide_sum
+from peerlane.problems.families.collective import BF16, FP16, FP32, sequential_sum, shape_tolerance, sum_expected, summand, sweep, wide_sum
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,10 +19,6 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor]:
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return sum_expected([tensor for (tensor,) in inputs], case.dtype)
-
-
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
@@ -48,7 +42,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=shape_tolerance,
     cost=cost,
     bandwidth="production_llama3_70b_prefill",
     presets=(
@@ -74,9 +68,9 @@ PROBLEM = pc.Problem(
         ),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
-        pc.AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs]),
+        sequential_in_dtype=lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs]),
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -1,6 +1,6 @@
 """Problem 4: reduce (sum) to one root."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,6 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return collective.sum_expected(collective.first_arguments(inputs), case.dtype)
 
 
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return collective.sum_tolerance(case, torch.Size(case["shape"]).numel())
-
-
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every other port sends the payload once (partial sums pass through peers); the root's receives it once. Additions are shared."""
     elements = torch.Size(case["shape"]).numel()
@@ -45,20 +41,11 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _at_root(context: pc.AnswerContext, value: torch.Tensor) -> torch.Tensor:
-    """``value`` on the root, the right answer elsewhere."""
-    result: torch.Tensor = value if context.rank == collective.root_of(context.args) else context.answer
-    return result
-
-
-def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], torch.Tensor]:
+def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
     """What a rank returns whose root computes the sum with ``total(terms)``."""
 
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-        result: torch.Tensor = (
-            total(collective.first_arguments(inputs)) if rank == collective.root_of(inputs[rank]) else inputs[rank][0].clone()
-        )
-        return result
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
+        return total(collective.first_arguments(inputs)) if rank == collective.root_of(inputs[rank]) else inputs[rank][0].clone()
 
     return answer
 
@@ -77,7 +64,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=collective.shape_tolerance,
     cost=cost,
     presets=(
         pc.preset(
@@ -105,7 +92,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "drop_last_rank",
             "on the root the sum without the last rank",
-            lambda c: _at_root(c, collective.wide_sum(collective.first_arguments(c.inputs[:-1]))),
+            collective.at_root(lambda c: collective.wide_sum(collective.first_arguments(c.inputs[:-1]))),
         ),
         pc.wrong("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[collective.root_of(c.args)]),
         pc.wrong(
@@ -120,10 +107,7 @@ PROBLEM = pc.Problem(
             ("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", _by(collective.wide_sum)),
-        pc.AlternativeSolution("sequential_in_dtype", _by(collective.sequential_sum)),
-    ),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_by(collective.wide_sum), sequential_in_dtype=_by(collective.sequential_sum)),
     integer_exact=True,
     excused={
         "neighbours_exchanged": "a sum does not depend on the order of its terms",

@@ -63,9 +63,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     return pc.Cost(hbm_bytes=part, egress_bytes=0, ingress_bytes=part)
 
 
-def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
-    result: torch.Tensor = context.answer if context.rank == root_of(context.args) else context.args[0]
-    return result.clone()
+def _no_communication(context: pc.AnswerContext) -> pc.Tree:
+    return (context.answer if context.rank == root_of(context.args) else context.args[0]).clone()
 
 
 PROBLEM = pc.Problem(

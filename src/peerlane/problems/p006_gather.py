@@ -1,6 +1,5 @@
 """Problem 6: gather to one root with stacked output."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,12 +40,6 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     if collective.may_be_root(case, rank):
         return pc.Cost(hbm_bytes=(1 + world) * part, egress_bytes=0, ingress_bytes=(world - 1) * part)
     return pc.Cost(hbm_bytes=part, egress_bytes=part, ingress_bytes=0)
-
-
-def _at_root(context: pc.AnswerContext, spoil: Callable[[pc.AnswerContext], torch.Tensor]) -> torch.Tensor:
-    """``spoil(context)`` on the root, the right answer elsewhere."""
-    result: torch.Tensor = spoil(context) if context.rank == collective.root_of(context.args) else context.answer
-    return result
 
 
 PROBLEM = pc.Problem(
@@ -93,14 +86,14 @@ PROBLEM = pc.Problem(
     ),
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
     known_wrong_answers=(
-        pc.wrong("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
+        pc.wrong("not_stacked", "the leading axes merged", collective.at_root(lambda c: c.answer.flatten(0, 1))),
         pc.wrong(
             "always_to_rank_0",
             "gathered on rank 0, whatever dst says",
             lambda c: c.answers[collective.root_of(c.args)] if c.rank == 0 else c.args[0],
             ("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
         ),
-        pc.wrong("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, collective.stale_part)),
+        pc.wrong("stale_part", "a late rank's tensor is that of the slot before", collective.at_root(collective.stale_part)),
     ),
     notes=(
         "In the public benchmark every slice is a constant known from the rank, always on rank 0. Here the bits are random, and dst is the "

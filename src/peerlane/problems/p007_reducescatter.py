@@ -101,9 +101,9 @@ PROBLEM = pc.Problem(
             ("small/ragged_bf16", "small/ragged_fp16", "small/cancelling_bf16", "small/same_sign_bf16", "small/special_fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda _, inputs, rank: collective.wide_sum(_slices(inputs, rank))),
-        pc.AlternativeSolution("sequential_in_dtype", lambda _, inputs, rank: collective.sequential_sum(_slices(inputs, rank))),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda _, inputs, rank: collective.wide_sum(_slices(inputs, rank)),
+        sequential_in_dtype=lambda _, inputs, rank: collective.sequential_sum(_slices(inputs, rank)),
     ),
     integer_exact=True,
     notes=(

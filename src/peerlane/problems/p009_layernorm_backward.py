@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, sequential_sum, wide_sum
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -231,10 +229,10 @@ PROBLEM = pc.Problem(
             ("small/column_bias_bf16",),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(inputs, range(case.world_size))),
-        pc.AlternativeSolution("products_and_partial_sums_rounded", _rounded_products),
-        pc.AlternativeSolution("one_long_sum", _one_long_sum),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _in_float32(inputs, range(case.world_size)),
+        products_and_partial_sums_rounded=_rounded_products,
+        one_long_sum=_one_long_sum,
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

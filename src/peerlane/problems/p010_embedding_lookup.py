@@ -168,15 +168,13 @@ def _ids_by_owner(context: pc.AnswerContext) -> torch.Tensor:
     return ids[torch.argsort(ids // _rows(context.case), stable=True)]
 
 
-def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
-    shard: torch.Tensor = context.args[1]
-    return shard[_ids_by_owner(context) % _rows(context.case)]
+def _no_communication(context: pc.AnswerContext) -> pc.Tree:
+    return context.args[1][_ids_by_owner(context) % _rows(context.case)]
 
 
-def _clamped(context: pc.AnswerContext) -> torch.Tensor:
-    shard: torch.Tensor = context.args[1]
+def _clamped(context: pc.AnswerContext) -> pc.Tree:
     rows = _rows(context.case)
-    return shard[(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
+    return context.args[1][(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
 
 
 def _dealt_out(context: pc.AnswerContext) -> torch.Tensor:
@@ -203,7 +201,7 @@ def _small(label: str, dtype: torch.dtype, ids: str, **params: Any) -> pc.CaseSp
     return pc.case(label, dtype, **{"rows": 8, "width": 3, "counts": _COUNTS, "ids": ids, **params})
 
 
-_MIXED = tuple(f"small/{label}" for label in ("uniform_fp32", "uniform_bf16", "edges_bf16", "descending_bf16", "zipf_bf16", "wide_bf16"))
+_MIXED = pc.small_cases("uniform_fp32", "uniform_bf16", "edges_bf16", "descending_bf16", "zipf_bf16", "wide_bf16")
 _REMOTE = (*_MIXED, "small/ascending_bf16", "small/last_owner_bf16")
 
 PROBLEM = pc.Problem(

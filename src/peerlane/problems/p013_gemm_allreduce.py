@@ -1,6 +1,6 @@
 """Problem 13: row-parallel matrix product, then all-reduce."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,6 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return matmul.sum_of_products(case, inputs, _ALL)
-
-
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return {"product": matmul.partials_tolerance(case)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
@@ -71,7 +67,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=matmul.product_tolerance,
     cost=cost,
     presets=(
         pc.preset(
@@ -101,9 +97,9 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("int8_operands", "products of 8-bit integers with a scale for every 32 neighbours along K", _int8_operands, ("pkb/bf16",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL)),
-        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL)),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL),
+        one_long_product=lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL),
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -110,10 +110,7 @@ PROBLEM = pc.Problem(
             lambda c: not c.params.get("replicated"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
-        pc.AlternativeSolution("split_depth", _split_depth),
-    ),
+    alternative_solutions=pc.alternatives(fp32_accumulation=lambda case, inputs, rank: _blocks(case, inputs), split_depth=_split_depth),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     integer_exact=True,

@@ -239,11 +239,9 @@ PROBLEM = pc.Problem(
         pc.wrong("relu", "relu in place of silu", _other_activation(F.relu), _ordinary),
         pc.wrong("gelu", "gelu in place of silu", _other_activation(F.gelu), _ordinary),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution(
-            "fp32_rounded_once", lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:])
-        ),
-        pc.AlternativeSolution("every_step_rounded", _rounded),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:]),
+        every_step_rounded=_rounded,
     ),
     notes=(
         "The public reference gathers all of X, computes the first layer for all M rows on every rank, and ends with a reduce-scatter that "

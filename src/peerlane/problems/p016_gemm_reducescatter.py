@@ -1,7 +1,5 @@
 """Problem 16: row-parallel matrix product, then reduce-scatter of the rows."""
 
-from collections.abc import Mapping, Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -40,10 +38,6 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return matmul.sum_of_products(case, inputs, _rows_of(case, rank))
 
 
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    return {"product": matmul.partials_tolerance(case)}
-
-
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Partial products that are reduced as they arrive touch device memory only as operands and as the rank's own rows."""
     local, n, depth, world, size = _local_rows(case), case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
@@ -56,9 +50,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _sum_over(context: pc.AnswerContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
-    rows = _rows_of(context.case, context.rank if owner is None else owner)
-    return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
+def _rows_of_sum(context: pc.AnswerContext, owner: int) -> torch.Tensor:
+    return matmul.wide_sum_of_products(context.case, context.inputs, _rows_of(context.case, owner))
 
 
 def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
@@ -81,7 +74,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=matmul.product_tolerance,
     cost=cost,
     presets=(
         pc.preset(
@@ -109,14 +102,12 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "products_in_eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, ("pkb/bf16",)
         ),
-        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, c.ranks, owner=0)),
-        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _sum_over(c, c.ranks, owner=c.case.world_size - 1 - c.rank)),
+        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _rows_of_sum(c, 0)),
+        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _rows_of_sum(c, c.case.world_size - 1 - c.rank)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution(
-            "fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))
-        ),
-        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank))),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank)),
+        one_long_product=lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank)),
     ),
     integer_exact=True,
     notes=(

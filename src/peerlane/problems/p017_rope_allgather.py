@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, all_gather_single
 
 # Position offsets keep all positions below this.
 _CONTEXT_LENGTH = 131072
@@ -247,9 +245,9 @@ PROBLEM = pc.Problem(
             "half_tables", "the first half of each table taken for both", _rotation(_half_tables), ("small/unequal_halves_bf16", "pkb/bf16")
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_once", lambda case, inputs, rank: _gathered(inputs, _rounded_once)),
-        pc.AlternativeSolution("rounded_three_times", lambda case, inputs, rank: _gathered(inputs, _rounded_three_times)),
+    alternative_solutions=pc.alternatives(
+        rounded_once=lambda case, inputs, rank: _gathered(inputs, _rounded_once),
+        rounded_three_times=lambda case, inputs, rank: _gathered(inputs, _rounded_three_times),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

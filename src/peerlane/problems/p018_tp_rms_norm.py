@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 # Channels of a row for each that is an outlier, beyond the first.
 _PER_OUTLIER = 256
@@ -214,11 +213,7 @@ PROBLEM = pc.Problem(
             ("small/decades_bf16", "small/decades_fp32", "small/extreme_bf16", "small/extreme_fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_once", _fp32_once),
-        pc.AlternativeSolution("mean_of_means", _mean_of_means),
-        pc.AlternativeSolution("rounded_sums", _rounded_sums),
-    ),
+    alternative_solutions=pc.alternatives(rounded_once=_fp32_once, mean_of_means=_mean_of_means, rounded_sums=_rounded_sums),
     notes=(
         "The public benchmark's rows all have mean square one, so that leaving out the normalisation nearly passes. Here rows and ranks "
         "differ in size, rows have outliers, as those of trained models, and the gain is near one, as trained gains are.",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.interval import Interval, comparison
-from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3, student_t, widened
+from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, block_length, e4m3, student_t, widened
 
 # Elements of one FSDP-sharded Llama-3-8B transformer block: attention, MLP and norms.
 _LLAMA3_8B_BLOCK = 218112000
@@ -41,10 +41,6 @@ def _shape(case: pc.Case) -> tuple[int, ...]:
     return tuple(case["shape"])
 
 
-def _block(case: pc.Case) -> int:
-    return int(case.params.get("block", 128))
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Student's t, in rows of unlike size (1/16 to 16) and with one channel in 64 ten times as large. ``case["data"]``:
 
@@ -60,7 +56,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
         values *= torch.exp2(draw.uniform((*shape[:-1], 1), FP32, low=-4.0, high=4.0))
         values[..., draw.shared.permutation(shape[-1])[: shape[-1] // 64]] *= 10.0
     if data == "hard":
-        _harden(values.view(-1, _block(case)), draw)
+        _harden(values.view(-1, block_length(case)), draw)
     return (values.to(case.dtype), *((case["block"],) if "block" in case.params else ()))
 
 
@@ -100,7 +96,7 @@ def _quotients(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
-    block_size = _block(case)
+    block_size = block_length(case)
     scales = [_amax(args[0], block_size).to(FP64) / E4M3_MAX for args in inputs]
     codes = [_coded(args[0], scale.to(FP32)) for args, scale in zip(inputs, scales, strict=True)]
     low, high = zip(*(map(e4m3, widened(_quotients(args[0], block_size))) for args in inputs), strict=True)
@@ -124,7 +120,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The tensor is read once; one byte per element and a scale per block go to every other rank, and W of each are written."""
     elements = torch.Size(_shape(case)).numel()
-    coded = elements * (1 + FP32.itemsize / _block(case))
+    coded = elements * (1 + FP32.itemsize / block_length(case))
     port = (case.world_size - 1) * coded
     return pc.Cost(
         hbm_bytes=elements * case.dtype.itemsize + case.world_size * coded,
@@ -147,7 +143,7 @@ def _with_scales(context: pc.AnswerContext, change: Any) -> Pair:
     """Every block quantised with ``change(amax) / 448``, which is also what is returned."""
 
     def pair(tensor: torch.Tensor) -> Pair:
-        scales = change(_amax(tensor, _block(context.case))) / E4M3_MAX
+        scales = change(_amax(tensor, block_length(context.case))) / E4M3_MAX
         return _coded(tensor, scales), scales
 
     return _from(context.inputs, pair)
@@ -156,7 +152,7 @@ def _with_scales(context: pc.AnswerContext, change: Any) -> Pair:
 def _truncated(context: pc.AnswerContext) -> Pair:
     """Rounded towards zero: one code less where the nearest one lies beyond the quotient."""
     codes, scales = context.answer
-    quotients = torch.cat([_quotients(args[0], _block(context.case)) for args in context.inputs])
+    quotients = torch.cat([_quotients(args[0], block_length(context.case)) for args in context.inputs])
     beyond = codes.to(FP64).abs() > quotients.abs()
     return (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(E4M3), scales
 
@@ -181,9 +177,9 @@ def _by_product(factor: Any) -> Any:
 
     def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Pair:
         def pair(tensor: torch.Tensor) -> Pair:
-            amax = _amax(tensor, _block(case))
+            amax = _amax(tensor, block_length(case))
             scales = amax * (1 / E4M3_MAX)
-            factors = torch.where(amax == 0, 0.0, factor(amax, scales)).repeat_interleave(_block(case), dim=-1)
+            factors = torch.where(amax == 0, 0.0, factor(amax, scales)).repeat_interleave(block_length(case), dim=-1)
             return (tensor.to(FP32) * factors).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scales
 
         return _from(inputs, pair)
@@ -253,9 +249,9 @@ PROBLEM = pc.Problem(
         pc.wrong("truncated", "rounded towards zero", _truncated),
         pc.wrong("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, _HARD),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
-        pc.AlternativeSolution("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
+    alternative_solutions=pc.alternatives(
+        product_with_reciprocal=_by_product(lambda amax, scales: 1.0 / scales),
+        product_with_448_over_amax=_by_product(lambda amax, scales: E4M3_MAX / amax),
     ),
     excused={
         "another_rank": "all ranks have the same answer",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.interval import comparison
-from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3
+from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, block_length, e4m3
 
 
 def reference(local_y: torch.Tensor, local_s: torch.Tensor, block_size: int = 128) -> torch.Tensor:
@@ -31,12 +31,8 @@ def _shape(case: pc.Case) -> tuple[int, ...]:
     return (world, case["rows"] // world, *case["row"]) if "rows" in case.params else (world, *case["slice"])
 
 
-def _block(case: pc.Case) -> int:
-    return int(case.params.get("block", 128))
-
-
 def _blocks(case: pc.Case) -> int:
-    return torch.Size(_shape(case)).numel() // _block(case)
+    return torch.Size(_shape(case)).numel() // block_length(case)
 
 
 def _scale_dtype(case: pc.Case) -> torch.dtype:
@@ -72,7 +68,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
 
 def _decode(case: pc.Case, y: torch.Tensor, scales: torch.Tensor, work: torch.dtype = FP32) -> torch.Tensor:
     """Elements times their blocks' scales, in y's shape."""
-    return (y.reshape(-1, _block(case)).to(work) * scales.reshape(-1, 1).to(work)).view(y.shape).to(FP32)
+    return (y.reshape(-1, block_length(case)).to(work) * scales.reshape(-1, 1).to(work)).view(y.shape).to(FP32)
 
 
 def _of_source(case: pc.Case, args: tuple[Any, ...], target: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +172,7 @@ PROBLEM = pc.Problem(
         pc.wrong("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
         pc.wrong("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
+    alternative_solutions=pc.alternatives(decoded_by_the_receiver=_at_receiver),
     notes=(
         "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives. Here its shape keeps "
         "bfloat16, with positive scales, and the other presets are FP8.",

@@ -1,6 +1,7 @@
 """Problem 21: clipping of gradients, in place, by their norm over all ranks' shards."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,17 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import clipping
-from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_norm, scaled, tensors
+from peerlane.problems.families.clipping import (
+    Entry,
+    Gradients,
+    coefficient,
+    device_of,
+    every_other,
+    narrow_norm,
+    order_of,
+    scaled,
+    tensors,
+)
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 Answer = tuple[torch.Tensor, dict[str, Gradients]]
@@ -60,17 +71,13 @@ def _members(case: pc.Case, rank: int) -> Sequence[int]:
     return group_members(case, rank) if group_layout(case) else [rank]
 
 
-def _norm_type(case: pc.Case) -> float:
-    return float(case.params.get("norm_type", 2.0))
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients of :func:`_clipping.draw_gradients`, whose norm is that of the group. ``case``:
 
     * ``near``: all gradients are scaled such that the norm is ``1 + near x U[0.5, 2)`` times max_norm
     * ``poison``: this value stands in a gradient of rank 0
     """
-    p, lists = _norm_type(case), {q: entries(case, q) for q in _members(case, rank)}
+    p, lists = order_of(case), {q: entries(case, q) for q in _members(case, rank)}
     split = clipping.draw_split(draw.shared, [lists], case["level"], p)
     if "near" in case.params:
         # Every rank draws all ranks' gradients, for their norm decides the scale.
@@ -87,15 +94,11 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
 
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, dict[str, list[Any]]]:
-    device = _device(inputs)
-    sums = [clipping.wide_power_sum(inputs[q][0], _norm_type(case)) for q in _members(case, rank)]
-    norm = clipping.norm_of(sums, _norm_type(case), device)
+    device = device_of(inputs)
+    sums = [clipping.wide_power_sum(inputs[q][0], order_of(case)) for q in _members(case, rank)]
+    norm = clipping.norm_of(sums, order_of(case), device)
     gradients = clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"])
     return pc.Expected("norm", norm, FP32), {"grad_tensors": gradients}
-
-
-def _device(inputs: pc.Inputs) -> torch.device:
-    return next(pc.leaves(list(inputs))).device
 
 
 def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
@@ -119,18 +122,18 @@ def _answer(context: pc.AnswerContext, norm: torch.Tensor, factor: torch.Tensor 
 
 def _with_norm_of(context: pc.AnswerContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
     """Everything follows from the norm of some ranks' gradients, times a factor."""
-    p = norm_type or _norm_type(context.case)
-    norm = narrow_norm([context.inputs[q][0] for q in ranks], p, _device(context.inputs)) * factor
+    p = norm_type or order_of(context.case)
+    norm = narrow_norm([context.inputs[q][0] for q in ranks], p, device_of(context.inputs)) * factor
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
 def _local_times_root(context: pc.AnswerContext) -> Answer:
-    return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / _norm_type(context.case)))
+    return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / order_of(context.case)))
 
 
 def _every_other_element(context: pc.AnswerContext) -> Answer:
-    p = _norm_type(context.case)
-    norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, _device(context.inputs)) * 2 ** (1 / p)
+    p = order_of(context.case)
+    norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, device_of(context.inputs)) * 2 ** (1 / p)
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
@@ -157,13 +160,13 @@ def _usual_epsilon(context: pc.AnswerContext) -> Answer:
 
 
 def _sum_of_norms(context: pc.AnswerContext) -> Answer:
-    norms = [narrow_norm([context.inputs[q][0]], _norm_type(context.case), _device(context.inputs)) for q in _members_of(context)]
+    norms = [narrow_norm([context.inputs[q][0]], order_of(context.case), device_of(context.inputs)) for q in _members_of(context)]
     norm = torch.stack(norms).sum()
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
 def _not_rooted(context: pc.AnswerContext) -> Answer:
-    total = context.answer[0].pow(_norm_type(context.case))
+    total = context.answer[0].pow(order_of(context.case))
     return _answer(context, total, coefficient(total, context.case["max_norm"]))
 
 
@@ -171,14 +174,10 @@ def _members_of(context: pc.AnswerContext) -> Sequence[int]:
     return _members(context.case, context.rank)
 
 
-def _float32(coarse: bool) -> pc.AlternativeSolution:
+def _float32(case: pc.Case, inputs: pc.Inputs, rank: int, *, coarse: bool = False) -> Answer:
     """Norm and product in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
-
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-        norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], _norm_type(case), _device(inputs))
-        return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
-
-    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded_once", answer)
+    norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], order_of(case), device_of(inputs))
+    return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
 
 
 _RAGGED = (*tensors(BF16, (37, 5), (3, 7), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
@@ -309,7 +308,7 @@ PROBLEM = pc.Problem(
         pc.wrong("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, _BELOW),
         pc.wrong("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, ("small/tiny",)),
     ),
-    alternative_solutions=(_float32(coarse=False), _float32(coarse=True)),
+    alternative_solutions=pc.alternatives(rounded_once=_float32, coefficient_rounded=partial(_float32, coarse=True)),
     excused=_excused(),
     process_groups=group_layout,
     updates=("grad_tensors",),

@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import clipping
-from peerlane.problems.families.clipping import Entry, tensors
+from peerlane.problems.families.clipping import Entry, device_of, order_of, tensors
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.moe_gradients import MODELS
-
-FP64 = torch.float64
 
 
 def reference(
@@ -91,10 +89,6 @@ def entries(case: pc.Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, .
     return (clipping.shard(non_ep, case.world_size, rank), clipping.shard(ep, case.world_size // size, rank // size, axis=1))
 
 
-def _norm_type(case: pc.Case) -> float:
-    return float(case.params.get("norm_type", 2.0))
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients of :func:`_clipping.draw_gradients`, whose norm is that of the world after the division by ep_size.
 
@@ -103,7 +97,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     where parameters are sharded over them and replicated elsewhere. ``case["ep_level"]``: experts' gradients are multiplied by it, and not
     by ep_size as they would be else. ``case["poison"]``: this value stands in an expert's gradient on rank 0.
     """
-    p = _norm_type(case)
+    p = order_of(case)
     non_ep, ep = ({q: both[i] for q, both in enumerate(entries(case, q) for q in range(case.world_size))} for i in (0, 1))
     split = clipping.draw_split(draw.shared, [non_ep, ep], case["level"], p)
     gradients = clipping.draw_gradients(draw, non_ep[rank], split, p, rank=rank)
@@ -125,12 +119,8 @@ def _reduced(case: pc.Case, sums: Sequence[torch.Tensor], stages: Sequence[str |
     return values
 
 
-def _device(inputs: pc.Inputs) -> torch.device:
-    return next(pc.leaves(list(inputs))).device
-
-
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, dict[str, list[Any]]]:
-    device, p, divisor = _device(inputs), _norm_type(case), _divisor(case)
+    device, p, divisor = device_of(inputs), order_of(case), _divisor(case)
     fsdp, ep_fsdp, ep = _stages(case)
     sums = [clipping.wide_power_sum(args[0], p).to(device) for args in inputs]
     expert_sums = [clipping.wide_power_sum(args[1], p).to(device) / divisor**p for args in inputs]

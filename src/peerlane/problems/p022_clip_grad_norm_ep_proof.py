@@ -1,13 +1,14 @@
 """Wrong answers to problem 22 and other right ones. Evaluations do not import this module."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.clipping import Gradients, coefficient, every_other, narrow_power_sum, scaled
-from peerlane.problems.p022_clip_grad_norm_ep import PRESETS, _device, _divisor, _norm_type, _reduced, _stages
+from peerlane.problems.families.clipping import Gradients, coefficient, device_of, every_other, narrow_power_sum, order_of, scaled
+from peerlane.problems.p022_clip_grad_norm_ep import PRESETS, _divisor, _reduced, _stages
 
 Answer = tuple[torch.Tensor, dict[str, Gradients]]
 
@@ -23,7 +24,7 @@ def _narrow_norm(
     weights: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """The norm in float32; with other groups, another divisor of experts, or other weights of the two lists, a wrong one."""
-    device, p = _device(inputs), norm_type or _norm_type(case)
+    device, p = device_of(inputs), norm_type or order_of(case)
     fsdp, *ep_stages = _stages(case) if stages is None else stages
     sums = [narrow_power_sum(args[0], p, device) for args in inputs]
     expert_sums = [narrow_power_sum(args[1], p, device, divisor or _divisor(case)) for args in inputs]
@@ -55,12 +56,12 @@ def _with_norm_of(context: pc.AnswerContext, **options: Any) -> Answer:
 
 def _local_times_root(context: pc.AnswerContext) -> Answer:
     local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
-    return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
+    return _updated(context.case, context.args, local * context.case.world_size ** (1 / order_of(context.case)))
 
 
 def _every_other_element(context: pc.AnswerContext) -> Answer:
     sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
-    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
+    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / order_of(context.case))
     return _updated(context.case, context.args, norm)
 
 
@@ -81,19 +82,15 @@ def _one_list_scaled(context: pc.AnswerContext, *, experts: bool) -> Answer:
     return norm, {**right, name: kept[name]}
 
 
-def _float32(coarse: bool) -> pc.AlternativeSolution:
+def _float32(case: pc.Case, inputs: pc.Inputs, rank: int, *, coarse: bool = False) -> Answer:
     """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
-
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-        return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
-
-    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
+    return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
 
 
 def _folded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """Experts' divisor and coefficient in one factor, their norm from undivided gradients."""
     fsdp, *ep_stages = _stages(case)
-    device, p = _device(inputs), _norm_type(case)
+    device, p = device_of(inputs), order_of(case)
     sums = [narrow_power_sum(args[0], p, device) for args in inputs]
     expert_sums = [narrow_power_sum(args[1], p, device) * float(_divisor(case)) ** -p for args in inputs]
     norm = (_reduced(case, sums, [fsdp])[rank] + _reduced(case, expert_sums, ep_stages)[rank]).pow(1.0 / p)
@@ -107,20 +104,16 @@ _OTHERS = tuple(f"{item.name}/{spec.label}" for item in PRESETS[1:] for spec in 
 _OTHERS_ON_MORE = tuple(f"{name}/w{world_size}" for name in _OTHERS for world_size in (4, 8))
 
 
-def _small(*labels: str) -> tuple[str, ...]:
-    return tuple(f"small/{label}" for label in labels)
+_BOTH = pc.small_cases("all_ranks", "norm_1", "divisor_3")
 
-
-_BOTH = _small("all_ranks", "norm_1", "divisor_3")
-
-_REDUCED = (*_small("grid", "below", "large_experts"), *_BOTH)
+_REDUCED = (*pc.small_cases("grid", "below", "large_experts"), *_BOTH)
 
 KNOWN_WRONG_ANSWERS = (
     pc.wrong(
         "no_communication",
         "the norm of the rank's own gradients",
         lambda c: _with_norm_of(c, stages=(None, None, None)),
-        (*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
+        (*_REDUCED, *pc.small_cases("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
     ),
     pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, (*_REDUCED, *_OTHERS)),
     pc.wrong("every_other_element", "the norm of every second element times 2^(1/p)", _every_other_element, (*_REDUCED, *_OTHERS)),
@@ -131,65 +124,67 @@ KNOWN_WRONG_ANSWERS = (
         "experts_reduced_over_sharers_only",
         "experts' sum not reduced over the expert-parallel group",
         lambda c: _with_norm_of(c, stages=("world", "ep_fsdp", None)),
-        (*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
+        (*(f"{name}/w4" for name in pc.small_cases("grid")), *pc.small_cases("below"), *_BOTH, *_OTHERS_ON_MORE),
     ),
     pc.wrong(
         "experts_reduced_over_ep_group_only",
         "experts' sum not reduced over the ranks that share them",
         lambda c: _with_norm_of(c, stages=("world", None, "ep")),
-        (*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
+        (*pc.small_cases("grid"), *(f"{name}/w4" for name in pc.small_cases("below", "norm_1", "divisor_3"))),
     ),
     pc.wrong(
         "groups_swapped",
         "the expert-parallel group in place of the ranks that share experts, or the other way round",
         lambda c: _with_norm_of(c, stages=("world", "ep", None) if _stages(c.case)[1] else (None, None, "ep_fsdp")),
-        _small("ep_fsdp_only", "ep_only"),
+        pc.small_cases("ep_fsdp_only", "ep_only"),
     ),
     pc.wrong(
         "whole_world",
         "skipped sums taken",
         lambda c: _with_norm_of(c, stages=("world", "world", None)),
-        _small("ep_fsdp_only", "ep_only/w4"),
+        pc.small_cases("ep_fsdp_only", "ep_only/w4"),
     ),
     pc.wrong(
         "fsdp_group_ignored",
         "the other gradients' sum taken over the world",
         lambda c: _with_norm_of(c, stages=("world", *_stages(c.case)[1:])),
-        _small("hybrid", "ep_only"),
+        pc.small_cases("hybrid", "ep_only"),
     ),
     pc.wrong(
         "others_not_reduced",
         "the other gradients' sum not reduced",
         lambda c: _with_norm_of(c, stages=(None, *_stages(c.case)[1:])),
-        (*_small("hybrid"), *_BOTH),
+        (*pc.small_cases("hybrid"), *_BOTH),
     ),
-    pc.wrong("euclidean", "norm_type ignored", lambda c: _with_norm_of(c, norm_type=2.0), _small("norm_1")),
+    pc.wrong("euclidean", "norm_type ignored", lambda c: _with_norm_of(c, norm_type=2.0), pc.small_cases("norm_1")),
     pc.wrong("experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), (*_BOTH, *_OTHERS)),
     pc.wrong("others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), (*_BOTH, *_OTHERS)),
     pc.wrong(
         "not_divided",
         "ep_size ignored",
         lambda c: _updated(c.case, c.args, _narrow_norm(c.case, c.inputs, c.rank, divisor=1), divisor=1),
-        (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+        (*pc.small_cases("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
     ),
     pc.wrong(
         "divided_after_the_norm",
         "the norm of undivided gradients of experts",
         lambda c: _with_norm_of(c, divisor=1),
-        (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+        (*pc.small_cases("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
     ),
     pc.wrong(
         "divided_for_the_norm_only",
         "the right norm, experts' gradients not divided",
         lambda c: _right_norm(c, divisor=1),
-        (*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
+        (*pc.small_cases("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
     ),
-    pc.wrong("all_divided", "the other gradients divided too", _all_divided, (*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE)),
+    pc.wrong(
+        "all_divided", "the other gradients divided too", _all_divided, (*pc.small_cases("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE)
+    ),
     pc.wrong(
         "not_clipped",
         "the right norm, gradients not scaled by it",
         lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
-        (*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
+        (*pc.small_cases("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
     ),
     pc.wrong("only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), (*_BOTH, *_OTHERS)),
     pc.wrong("only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), (*_BOTH, *_OTHERS)),
@@ -197,8 +192,8 @@ KNOWN_WRONG_ANSWERS = (
         "always_scaled",
         "gradients scaled to max_norm although they are below it",
         lambda c: _right_norm(c, factor=c.case["max_norm"] / c.answer[0]),
-        _small("below"),
+        pc.small_cases("below"),
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (_float32(coarse=False), _float32(coarse=True), pc.AlternativeSolution("folded", _folded))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(rounded=_float32, coefficient_rounded=partial(_float32, coarse=True), folded=_folded)

@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 Scalars = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -224,10 +222,7 @@ PROBLEM = pc.Problem(
         pc.wrong("zero_tokens_poison", "NaN or infinity times no tokens", _never_replaced, lambda c: "idle" in c.params),
         pc.wrong("always_finite", "infinities replaced where there are tokens", _always_finite, ("small/infinite_fp32",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("float64_rounded_once", _wide_variant),
-        pc.AlternativeSolution("other_order", _other_order),
-    ),
+    alternative_solutions=pc.alternatives(float64_rounded_once=_wide_variant, other_order=_other_order),
     excused={
         "neighbours_exchanged": "a sum does not depend on the order of its terms",
         "another_rank/normalized_loss": "all ranks have the same",

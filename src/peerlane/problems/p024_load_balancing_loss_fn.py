@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.interval import Interval, comparison
-
-FP64 = torch.float64
 
 # Bytes of float64 probabilities that the oracle holds at a time; it needs about eight times as much.
 _CHUNK_BYTES = 2**28
@@ -395,7 +393,7 @@ PROBLEM = pc.Problem(
             lambda c: _FLOAT32(c) and c["k"] > 1,
         ),
     ),
-    alternative_solutions=(pc.AlternativeSolution("one_hot_fp32", _wide), pc.AlternativeSolution("probabilities_in_dtype", _in_dtype)),
+    alternative_solutions=pc.alternatives(one_hot_fp32=_wide, probabilities_in_dtype=_in_dtype),
     excused={
         **pc.any_order("a mean does not depend on the order of its terms"),
         "another_rank": "all ranks have the same answer",

@@ -84,37 +84,30 @@ def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Cal
     return answer
 
 
-def _from_partition(context: pc.AnswerContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
-    """Log-probabilities from the label's logit and ``rest``, a guess at the log-sum-exp of the others from hidden states and head."""
+def _from_partition(context: pc.AnswerContext, partition: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
+    """Log-probabilities from the label's logit and ``partition``, a guess at the log-sum-exp from it, hidden states and head."""
     every = []
     for args in context.inputs:
         hidden, weight = args[0].flatten(0, -2).to(FP32), args[1].to(FP32)
         labels = args[2].flatten()
         own = (hidden * weight[labels.masked_fill(labels == _ignore_index(args), 0)]).sum(-1)
-        cross_entropy = torch.logaddexp(own, rest(hidden, weight)) - own
+        cross_entropy = partition(own, hidden, weight) - own
         every.append(_token_terms(args, cross_entropy.masked_fill(labels == _ignore_index(args), 0.0).view(args[2].shape)))
     return _assembled(context.case, every, context.rank, FP32)
 
 
-def _average_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What independent normal logits with the variances of the head's channels come to."""
-    return math.log(len(weight)) + hidden.square() @ weight.var(0) / 2
+def _average_vocabulary(own: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What independent normal logits with the variances of the head's channels come to, beside the label's."""
+    return torch.logaddexp(own, math.log(len(weight)) + hidden.square() @ weight.var(0) / 2)
 
 
-def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
+def _half_vocabulary(own: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.logaddexp(own, (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0))
 
 
-def _no_maximum(context: pc.AnswerContext) -> Answer:
-    """Log-sum-exp from the exponentials of the logits as they are."""
-    every = []
-    for args in context.inputs:
-        logits, labels = args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t(), args[2].flatten()
-        ignored = labels == _ignore_index(args)
-        own = logits.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-        cross_entropy = (logits.exp().sum(-1).log() - own).masked_fill(ignored, 0.0)
-        every.append(_token_terms(args, cross_entropy.view(args[2].shape)))
-    return _assembled(context.case, every, context.rank, FP32)
+def _no_maximum(_: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp from the exponentials of the logits as they are."""
+    return (hidden @ weight.t()).exp().sum(-1).log()
 
 
 def _eight_bit_product(context: pc.AnswerContext) -> Answer:
@@ -192,12 +185,10 @@ KNOWN_WRONG_ANSWERS = (
         _eight_bit_product,
         _VALID,
     ),
-    pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/large_logits_fp32",)),
+    pc.wrong(
+        "no_maximum", "exponentials of the logits as they are", lambda c: _from_partition(c, _no_maximum), ("small/large_logits_fp32",)
+    ),
     pc.wrong("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, _VALID_FP32),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("fp32_logits", _wide_logits),
-    pc.AlternativeSolution("everything_in_dtype", _in_dtype),
-    pc.AlternativeSolution("carrying_gradient", _carrying_gradient),
-)
+ALTERNATIVE_SOLUTIONS = pc.alternatives(fp32_logits=_wide_logits, everything_in_dtype=_in_dtype, carrying_gradient=_carrying_gradient)

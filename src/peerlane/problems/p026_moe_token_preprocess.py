@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import FP32, INT64, all_gather_single, group_layout, group_members
 
-INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -99,8 +98,7 @@ def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callabl
     """A wrong answer: the right one for counts (P, E) changed by ``change(counts, me)``."""
 
     def answer(context: pc.AnswerContext) -> Four:
-        me = group_members(context.case, context.rank).index(context.rank)
-        return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, me))
+        return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, context.place))
 
     return answer
 
@@ -115,12 +113,12 @@ def _interleaved(counts: torch.Tensor, me: int) -> torch.Tensor:
     return counts.view(ranks, -1, ranks).transpose(1, 2).reshape(ranks, -1)
 
 
-def _one_off(context: pc.AnswerContext) -> Four:
+def _one_off(context: pc.AnswerContext) -> pc.Tree:
     """One row too many: what a tolerance of a percent lets through."""
     results = [leaf.clone() for leaf in context.answer]
     for leaf in results:
         leaf.view(-1)[-1] += 1
-    return results[0], results[1], results[2], results[3]
+    return tuple(results)
 
 
 def _first_slot(context: pc.AnswerContext) -> Four:

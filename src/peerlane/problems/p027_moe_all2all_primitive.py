@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import BF16, FP32, fitted, group_layout, group_members, neighbours
 
 
 def reference(
@@ -123,48 +123,30 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _fitted(context: pc.AnswerContext, rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` repeated and cut to the answer's length, so that the contents and not the shape decide."""
-    length = context.answer.shape[0]
-    if rows.shape[0] == 0:
-        return torch.zeros_like(context.answer)
-    return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
-
-
 def _equal_splits(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    chunks = [context.inputs[source][0].tensor_split(len(members))[members.index(context.rank)] for source in members]
-    return _fitted(context, torch.cat(chunks))
+    chunks = [context.inputs[source][0].tensor_split(len(context.members))[context.place] for source in context.members]
+    return fitted(torch.cat(chunks), len(context.answer))
 
 
 def _own_offsets(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    offset = sum(context.args[1][: members.index(context.rank)])
-    parts = [context.inputs[source][0][offset : offset + rows] for source, rows in zip(members, context.args[2], strict=True)]
-    return _fitted(context, torch.cat(parts))
+    offset = sum(context.args[1][: context.place])
+    parts = [context.inputs[source][0][offset : offset + rows] for source, rows in zip(context.members, context.args[2], strict=True)]
+    return fitted(torch.cat(parts), len(context.answer))
 
 
 def _group_of(context: pc.AnswerContext, members: Sequence[int], index: int) -> torch.Tensor:
-    return _fitted(context, torch.cat(_parts(context.case, context.inputs, members, index)))
+    return fitted(torch.cat(_parts(context.case, context.inputs, members, index)), len(context.answer))
 
 
 def _world_rank(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    return _group_of(context, members, context.rank % len(members))
+    return _group_of(context, context.members, context.rank % len(context.members))
 
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     return _group_of(context, neighbours(context), neighbours(context).index(context.rank))
 
 
-_UNEVEN = (
-    "small/uneven_bf16",
-    "small/uneven_fp32",
-    "small/uneven_int64",
-    "small/transposed_bf16",
-    "small/world_group_fp32",
-    "small/strided_group_bf16",
-)
+_UNEVEN = pc.small_cases("uneven_bf16", "uneven_fp32", "uneven_int64", "transposed_bf16", "world_group_fp32", "strided_group_bf16")
 PROBLEM = pc.Problem(
     id=27,
     slug="moe_all2all_primitive",

@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import BF16, FP32, INT64, fitted, group_layout, group_members, neighbours
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.p027_moe_all2all_primitive import split_list
-
-INT64 = torch.int64
 
 
 def reference(
@@ -183,7 +181,7 @@ def _combined(
     """The answer with other rows, weights or targets of the rows."""
     args = context.args
     own = _row_weights(args)
-    rows = torch.cat(_parts(context.case, context.inputs, context.rank)) if rows is None else moe.fitted(rows, own.shape[0])
+    rows = torch.cat(_parts(context.case, context.inputs, context.rank)) if rows is None else fitted(rows, own.shape[0])
     terms = rows.to(FP32) * (own if weights is None else weights).to(FP32).unsqueeze(1)
     return _summed(args, terms, mapping).to(_dtype(args))
 
@@ -203,7 +201,7 @@ def _unweighted(context: pc.AnswerContext) -> torch.Tensor:
 
 def _weights_by_token(context: pc.AnswerContext) -> torch.Tensor:
     weights: torch.Tensor = context.args[1].flatten()
-    return _combined(context, weights=moe.fitted(weights, context.args[8].shape[0]))
+    return _combined(context, weights=fitted(weights, context.args[8].shape[0]))
 
 
 def _mapping_derived(context: pc.AnswerContext) -> torch.Tensor:
@@ -233,8 +231,7 @@ def _first_slot_only(context: pc.AnswerContext) -> torch.Tensor:
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """The rows that the neighbours send back to the same place."""
-    me = group_members(context.case, context.rank).index(context.rank)
-    rows = torch.cat([torch.split(args[0], args[5])[me] for args in (context.inputs[q] for q in neighbours(context))])
+    rows = torch.cat([torch.split(args[0], args[5])[context.place] for args in (context.inputs[q] for q in neighbours(context))])
     return _combined(context, rows=rows)
 
 
@@ -288,13 +285,9 @@ PRESETS = (
 )
 
 
-def _several(case: pc.Case) -> bool:
-    return moe.group_size(case) > 1
-
-
 def _several_returned(case: pc.Case) -> bool:
     """Whether a rank's rows come back from several ranks."""
-    return _several(case) and "one_rank" not in case.params
+    return moe.several_ranks(case) and "one_rank" not in case.params
 
 
 PROBLEM = pc.Problem(
@@ -345,9 +338,11 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "first_slot_only", "only the first slot that names an expert counts", _first_slot_only, lambda c: "duplicates" in c.params
         ),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
+        pc.wrong(
+            "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and moe.several_ranks(c)
+        ),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("added_by_rank", _added_by_rank)),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_wide, added_by_rank=_added_by_rank),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

@@ -14,8 +14,6 @@ from peerlane.problems.families.collective import BF16, FP32
 
 NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 
 def reference(
     grad_fc1_1_lora_A: torch.Tensor, grad_fc1_2_lora_A: torch.Tensor, grad_fc2_lora_B: torch.Tensor, group: dist.ProcessGroup | None = None
@@ -84,22 +82,16 @@ def _two_shots(case: pc.Case, rank: int) -> pc.Steps:
     )
 
 
-def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = collective.wide_sum) -> Triple:
-    first, second, third = (add(_terms(inputs, ranks, index)) for index in range(3))
-    return first, second, third
+def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = collective.wide_sum) -> pc.Tree:
+    return tuple(add(_terms(inputs, ranks, index)) for index in range(3))
 
 
-def _members(context: pc.AnswerContext) -> Sequence[int]:
-    return collective.group_members(context.case, context.rank)
-
-
-def _own(context: pc.AnswerContext) -> Triple:
+def _own(context: pc.AnswerContext) -> pc.Tree:
     return _sums(context.inputs, [context.rank])
 
 
-def _mean(context: pc.AnswerContext) -> Triple:
-    first, second, third = (total / len(_members(context)) for total in context.answer)
-    return first, second, third
+def _mean(context: pc.AnswerContext) -> pc.Tree:
+    return tuple(total / len(context.members) for total in context.answer)
 
 
 _ODD = ((5, 9), (5, 11), (12, 5))
@@ -151,15 +143,13 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "eight_bits",
             "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
-            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], _members(c)),
+            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], c.members),
             ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank))),
-        pc.AlternativeSolution(
-            "sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank), collective.sequential_sum)
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank)),
+        sequential_in_dtype=lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank), collective.sequential_sum),
     ),
     excused={
         **pc.any_order("a sum does not depend on the order of its terms"),

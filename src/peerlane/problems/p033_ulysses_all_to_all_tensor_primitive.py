@@ -44,21 +44,19 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 
 def _flat(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    me = members.index(context.rank)
-    parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
+    parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(context.members))[context.place] for source in context.members]
     return torch.cat(parts).view(context.answer.shape)
 
 
-_INTERLEAVED = (
-    "small/scatter_first_bf16",
-    "small/scatter_third_bf16",
-    "small/scatter_second_bf16",
-    "small/same_axis_bf16",
-    "small/scatter_last_fp32",
-    "small/permuted_bf16",
-    "small/negative_int32",
-    "small/strided_group_bf16",
+_INTERLEAVED = pc.small_cases(
+    "scatter_first_bf16",
+    "scatter_third_bf16",
+    "scatter_second_bf16",
+    "same_axis_bf16",
+    "scatter_last_fp32",
+    "permuted_bf16",
+    "negative_int32",
+    "strided_group_bf16",
 )
 
 PROBLEM = pc.Problem(
@@ -113,16 +111,7 @@ PROBLEM = pc.Problem(
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(
             # In the remaining case a piece is one element long along scatter_dim.
-            strided=(
-                "small/scatter_first_bf16",
-                "small/scatter_third_bf16",
-                "small/scatter_second_bf16",
-                "small/same_axis_bf16",
-                "small/permuted_bf16",
-                "small/negative_int32",
-                "small/vector_int64",
-                "small/strided_group_bf16",
-            ),
+            strided=tuple(label for label in (*_INTERLEAVED, "small/vector_int64") if label != "small/scatter_last_fp32"),
             interleaved=(*_INTERLEAVED, "small/vector_int64"),
         ),
         pc.wrong(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import BF16, all_gather_single, fitted, group_layout, group_members
 
 
 def reference(x: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _own_length_for_all(context: pc.AnswerContext) -> torch.Tensor:
     parts = [
         torch.cat([tensor] * -(-own // tensor.size(axis)), axis).narrow(axis, 0, own) for tensor in tensors if tensor.size(axis) and own
     ]
-    return ulysses.fitted(context, torch.cat([*parts, context.args[0]], axis), axis)
+    return fitted(torch.cat([*parts, context.args[0]], axis), context.answer.size(axis), axis)
 
 
 def _padding_left(context: pc.AnswerContext) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _padding_left(context: pc.AnswerContext) -> torch.Tensor:
     for tensor in tensors:
         padding = tensor.new_zeros(ulysses.with_length(tensor.shape, axis, longest - tensor.size(axis)))
         parts.append(torch.cat((tensor, padding), axis))
-    return ulysses.fitted(context, torch.cat(parts, axis), axis)
+    return fitted(torch.cat(parts, axis), context.answer.size(axis), axis)
 
 
 def _gathered_flat(context: pc.AnswerContext) -> torch.Tensor:
@@ -107,8 +107,10 @@ def _small(
     return pc.case(label, dtype, shape=shape, gather_dim=axis, each=each, **params)
 
 
-_SHARED = ("uneven_bf16", "columns_bf16", "second_last_bf16", "vector_int64", "one_empty_bf16", "spike_bf16", "odd_uint8", "permuted_bf16")
-_INNER = ("columns_bf16", "second_last_bf16")
+_SHARED = pc.small_cases(
+    "uneven_bf16", "columns_bf16", "second_last_bf16", "vector_int64", "one_empty_bf16", "spike_bf16", "odd_uint8", "permuted_bf16"
+)
+_INNER = pc.small_cases("columns_bf16", "second_last_bf16")
 
 PROBLEM = pc.Problem(
     id=35,
@@ -169,16 +171,16 @@ PROBLEM = pc.Problem(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",
             _own_length_for_all,
-            tuple(f"small/{label}" for label in _SHARED),
+            _SHARED,
         ),
         pc.wrong(
             "padding_left",
             "tensors padded to the longest, and the padding left between them",
             _padding_left,
             # On two ranks the longer tensor may come first, and the padding is then at the end.
-            tuple(f"small/{label}/w{ranks}" for label in _SHARED for ranks in (4, 8)),
+            tuple(f"{name}/w{ranks}" for name in _SHARED for ranks in (4, 8)),
         ),
-        pc.wrong("gathered_flat", "the axis ignored", _gathered_flat, tuple(f"small/{label}" for label in _INNER)),
+        pc.wrong("gathered_flat", "the axis ignored", _gathered_flat, _INNER),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     graph=False,

@@ -28,18 +28,14 @@ def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     )
 
 
-def _unpadded(case: pc.Case, rank: int) -> int:
-    return ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
-
-
 _EXCHANGE = ulysses.Exchange(
-    scattered="heads", gathered="sequence", axes=lambda case: (case["head_dim"], case["seq_dim"]), unpadded=_unpadded
+    scattered="heads", gathered="sequence", axes=lambda case: (case["head_dim"], case["seq_dim"]), unpadded=ulysses.unpadded
 )
 
 
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
-    return (x, case["seq_dim"], case["head_dim"], ulysses.group_argument(case), _unpadded(case, rank))
+    return (x, case["seq_dim"], case["head_dim"], ulysses.group_argument(case), ulysses.unpadded(case, rank))
 
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
@@ -48,7 +44,7 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     shape = _shape(case, len(group_members(case, rank)))
-    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
+    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], ulysses.unpadded(case, rank))
 
 
 _PADDED = ("small/padded_bf16", "small/packed_padded_int32", "small/long_padding_fp32", "small/width_80_bf16")
@@ -112,7 +108,7 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(),
-        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        *_EXCHANGE.trimming_wrong_answers(_PADDED),
     ),
     process_groups=group_layout,
     notes=(

@@ -67,10 +67,9 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _with_ends(context: pc.AnswerContext, ends: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
     """The exchange of tensors that ``ends(x, ranks)`` brings to a multiple of the group's size."""
-    case, members = context.case, group_members(context.case, context.rank)
-    me, seq_dim = members.index(context.rank), case["seq_dim"]
-    parts = [ends(context.inputs[source][0], len(members)).chunk(len(members), seq_dim)[me] for source in members]
-    return torch.cat(parts, case["head_dim"])
+    seq_dim, ranks = context.case["seq_dim"], len(context.members)
+    parts = [ends(context.inputs[source][0], ranks).chunk(ranks, seq_dim)[context.place] for source in context.members]
+    return torch.cat(parts, context.case["head_dim"])
 
 
 def _padded_in_front(context: pc.AnswerContext) -> torch.Tensor:
@@ -97,33 +96,20 @@ def _last_token_in_padding(context: pc.AnswerContext, factor: float) -> torch.Te
 
 def _padding_spread(context: pc.AnswerContext) -> torch.Tensor:
     """Blocks as equal as can be without padding, each of them padded for itself."""
-    case, members = context.case, group_members(context.case, context.rank)
-    me, seq_dim = members.index(context.rank), case["seq_dim"]
+    seq_dim = context.case["seq_dim"]
     length = context.answer.size(seq_dim)
     parts = []
-    for source in members:
-        part = context.inputs[source][0].tensor_split(len(members), seq_dim)[me]
+    for source in context.members:
+        part = context.inputs[source][0].tensor_split(len(context.members), seq_dim)[context.place]
         parts.append(torch.cat((part, part.new_zeros(ulysses.with_length(part.shape, seq_dim, length - part.size(seq_dim)))), dim=seq_dim))
-    return torch.cat(parts, case["head_dim"])
+    return torch.cat(parts, context.case["head_dim"])
 
 
-_PADDED = (
-    "small/padded_bf16",
-    "small/packed_padded_bf16",
-    "small/heads_first_int32",
-    "small/short_bf16",
-    "small/nan_end_bf16",
-    "small/permuted_bf16",
-    "small/single_token_bf16",
+_PADDED = pc.small_cases(
+    "padded_bf16", "packed_padded_bf16", "heads_first_int32", "short_bf16", "nan_end_bf16", "permuted_bf16", "single_token_bf16"
 )
-_SEVERAL_TOKENS = (
-    "small/plain_bf16",
-    "small/padded_bf16",
-    "small/packed_padded_bf16",
-    "small/heads_first_int32",
-    "small/nan_end_bf16",
-    "small/permuted_bf16",
-    "small/strided_group_bf16",
+_SEVERAL_TOKENS = pc.small_cases(
+    "plain_bf16", "padded_bf16", "packed_padded_bf16", "heads_first_int32", "nan_end_bf16", "permuted_bf16", "strided_group_bf16"
 )
 # Padding at the end leaves other blocks than the most equal ones.
 _UNEVEN = tuple(f"small/{label}/w{ranks}" for label in ("padded_bf16", "heads_first_int32", "permuted_bf16") for ranks in (4, 8))

@@ -38,10 +38,6 @@ def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     )
 
 
-def _unpadded(case: pc.Case, rank: int) -> int:
-    return ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
-
-
 def _layout(case: pc.Case, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(-2) if case.params.get("restore", True) else tensor
 
@@ -52,13 +48,13 @@ _EXCHANGE = ulysses.Exchange(
     axes=lambda case: (-1, case["seq_dim"]),
     tensor=lambda case, rank, args: _blocks_of_three(args[0]),
     layout=_layout,
-    unpadded=_unpadded,
+    unpadded=ulysses.unpadded,
 )
 
 
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     qkv = draw.bits(_shape(case, len(group_members(case, rank))), case.dtype)
-    unpadded = _unpadded(case, rank) if "unpadded" in case.params else None
+    unpadded = ulysses.unpadded(case, rank) if "unpadded" in case.params else None
     return (qkv, case["seq_dim"], ulysses.group_argument(case), unpadded, case.params.get("restore", True))
 
 
@@ -68,15 +64,14 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     shape = _shape(case, len(group_members(case, rank)))
-    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
+    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], ulysses.unpadded(case, rank))
 
 
 def _whole_width_scattered(context: pc.AnswerContext) -> torch.Tensor:
     """The r-th part of all P channels, without regard to queries, keys and values."""
-    case, members = context.case, group_members(context.case, context.rank)
-    parts = [context.inputs[source][0].chunk(len(members), -1)[members.index(context.rank)] for source in members]
-    whole = torch.cat(parts, case["seq_dim"])
-    return _EXCHANGE.finished(case, context.rank, _blocks_of_three(whole))
+    parts = [context.inputs[source][0].chunk(len(context.members), -1)[context.place] for source in context.members]
+    whole = torch.cat(parts, context.case["seq_dim"])
+    return _EXCHANGE.finished(context.case, context.rank, _blocks_of_three(whole))
 
 
 def _channel_major(context: pc.AnswerContext) -> torch.Tensor:
@@ -140,7 +135,7 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(),
-        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        *_EXCHANGE.trimming_wrong_answers(_PADDED),
         pc.wrong("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
         pc.wrong("channel_major", "query, key and value of one channel side by side", _channel_major),
     ),

@@ -15,8 +15,6 @@ from peerlane.problems.families.collective import BF16, FP32, group_layout, grou
 
 FP64 = torch.float64
 
-Arguments = pc.Inputs
-
 
 def reference(
     hidden_states: torch.Tensor,
@@ -98,7 +96,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     return hidden_states.to(case.dtype), w_qkv.flatten(0, 1).to(case.dtype), w_o.to(case.dtype), group, heads, case["causal"]
 
 
-def _projected(case: pc.Case, inputs: Arguments, rank: int, work: torch.dtype) -> torch.Tensor:
+def _projected(case: pc.Case, inputs: pc.Inputs, rank: int, work: torch.dtype) -> torch.Tensor:
     """One rank's queries, keys and values (B, S_l, 3, h, D), in ``work``."""
     hidden_states, w_qkv = (tensor.to(work) for tensor in inputs[rank][:2])
     return _split(F.linear(hidden_states, w_qkv), _heads(case, rank))
@@ -111,7 +109,7 @@ def _visible(case: pc.Case, rank: int, causal: bool) -> list[int]:
 
 
 def _context(
-    case: pc.Case, inputs: Arguments, rank: int, *, owners: Sequence[int], causal: bool, scale: float | None = None
+    case: pc.Case, inputs: pc.Inputs, rank: int, *, owners: Sequence[int], causal: bool, scale: float | None = None
 ) -> torch.Tensor:
     """Float64 attention (B, S_l, h, D) of the rank's queries to the owners' keys; under a causal mask the rank is the last owner."""
     q = _projected(case, inputs, rank, FP64)[:, :, 0]
@@ -150,7 +148,7 @@ def _future(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 
 
 def _legacy_context(
-    case: pc.Case, inputs: Arguments, rank: int, *, causal: bool, work: torch.dtype, rounded: torch.dtype | None = None
+    case: pc.Case, inputs: pc.Inputs, rank: int, *, causal: bool, work: torch.dtype, rounded: torch.dtype | None = None
 ) -> torch.Tensor:
     """The public semantics' context (B, S_l, h, D), in ``work``; with ``rounded``, rounded to that dtype before and inside attention."""
     qkv = _projected(case, inputs, rank, work)
@@ -162,7 +160,7 @@ def _legacy_context(
     return context.transpose(1, 2).reshape(qkv.shape[:2] + qkv.shape[3:])
 
 
-def _output(inputs: Arguments, rank: int, context: torch.Tensor) -> torch.Tensor:
+def _output(inputs: pc.Inputs, rank: int, context: torch.Tensor) -> torch.Tensor:
     """The output projection, in the context's dtype."""
     return F.linear(context.flatten(2), inputs[rank][2].to(context.dtype))
 

@@ -8,7 +8,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32, group_members
 from peerlane.problems.p039_ulysses_attention_e2e import (
     FP64,
-    Arguments,
     _context,
     _dense,
     _future,
@@ -21,7 +20,7 @@ from peerlane.problems.p039_ulysses_attention_e2e import (
 
 def _in_steps(
     case: pc.Case,
-    inputs: Arguments,
+    inputs: pc.Inputs,
     rank: int,
     rounded: torch.dtype | None,
     sent: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -72,10 +71,10 @@ def _farthest_dropped(context: pc.AnswerContext) -> torch.Tensor:
 
 def _later_ranks_visible(context: pc.AnswerContext) -> torch.Tensor:
     """A causal mask within the rank's own tokens only, whereas all of other ranks' keys count."""
-    case, rank, members = context.case, context.rank, group_members(context.case, context.rank)
+    case, rank = context.case, context.rank
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
-    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in members], dim=1).unbind(2)
-    local, place = q.shape[1], members.index(rank)
+    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in context.members], dim=1).unbind(2)
+    local, place = q.shape[1], context.place
     hidden = torch.zeros(local, k.shape[1], dtype=torch.bool, device=q.device)
     hidden[:, place * local : (place + 1) * local] = _future(local, local, q.device)
     attended = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden)
@@ -137,7 +136,7 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
-    pc.AlternativeSolution("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    wide=lambda case, inputs, rank: _in_steps(case, inputs, rank, None),
+    rounded_stages=lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype),
 )

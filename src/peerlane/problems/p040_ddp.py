@@ -100,10 +100,6 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
-    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
-
-
 def _weighted_by_tokens(_: pc.AnswerContext, training: Training) -> Training:
     counts = [x.shape[0] for x, _ in training.batches]
     gradients = rank_gradients(training)
@@ -135,18 +131,18 @@ PROBLEM = pc.Problem(
             "small",
             "first, early and late steps; unequal batches, NaN in state to be ignored, dead hidden units, a batch without loss, a large "
             "eps, unusual betas, a NaN in a batch",
-            _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
-            _small("fp32", FP32, step=7),
-            _small("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
-            _small("first_step_fp32", FP32, others="nan", step=1),
-            _small("late_step_fp32", FP32, step=1000),
-            _small("unequal_batches_fp32", FP32, tokens_by_rank=(3, 4, 5, 6)),
-            _small("dead_units_fp32", FP32, pattern="dead"),
-            _small("zero_loss_fp32", FP32, pattern="zero_loss"),
-            _small("large_eps_fp32", FP32, eps=0.3),
-            _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
-            _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
-            _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
+            training_step.small_case("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
+            training_step.small_case("fp32", FP32, step=7),
+            training_step.small_case("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
+            training_step.small_case("first_step_fp32", FP32, others="nan", step=1),
+            training_step.small_case("late_step_fp32", FP32, step=1000),
+            training_step.small_case("unequal_batches_fp32", FP32, tokens_by_rank=(3, 4, 5, 6)),
+            training_step.small_case("dead_units_fp32", FP32, pattern="dead"),
+            training_step.small_case("zero_loss_fp32", FP32, pattern="zero_loss"),
+            training_step.small_case("large_eps_fp32", FP32, eps=0.3),
+            training_step.small_case("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
+            training_step.small_case("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
+            training_step.small_case("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
         ),
         pc.preset(
             "pkb",
@@ -187,13 +183,13 @@ PROBLEM = pc.Problem(
             training=lambda _, t: replace(t, adam=replace(t.adam, eps=0.0)),
             cases=("small/large_eps_fp32",),
         ),
-        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
+        *training_step.usual_wrong_answers(MODEL, lr=0.05),
     ),
     alternative_solutions=MODEL.alternative_solutions,
     excused={
         "neighbours_exchanged": "a sum does not depend on the order of its terms",
         "another_rank": "all ranks have the same answer",
-        **training_step.excused_by_nan("small/nan_bf16", [prefix + name for prefix in _PREFIXES for name in ("W1", "b1")]),
+        **training_step.excused_by_nan([prefix + name for prefix in _PREFIXES for name in ("W1", "b1")]),
     },
     replicated=True,
     notes=(

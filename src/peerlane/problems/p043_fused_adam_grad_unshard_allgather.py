@@ -179,7 +179,7 @@ PROBLEM = pc.Problem(
         MODEL.wrong("own_shard_repeated", "no communication: the rank's own new shard W times", state=_own_shard_repeated),
         MODEL.wrong("last_shard_stale", "the last rank's parameters as they were", state=_last_shard_stale),
         MODEL.wrong("averaged_again", "the gradient divided by the world size", training=_averaged),
-        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=3e-3),
+        *training_step.usual_wrong_answers(MODEL, lr=3e-3),
     ),
     alternative_solutions=MODEL.alternative_solutions,
     excused={"another_rank": "all ranks have the same answer"},

@@ -1,6 +1,6 @@
 """Problem 44: mean over ranks of gradients that every rank first quantises to int8, block by block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -116,15 +116,11 @@ def _trip(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _codes(blocks.to(FP32) / scales) * scales
 
 
-def _mean(context: pc.AnswerContext, ranks: Sequence[int], trip: Any, divisor: int | None = None) -> torch.Tensor:
-    """The mean of ``trip(blocks)`` over some ranks, as if of all."""
+def _mean(context: pc.AnswerContext, trip: Any, divisor: int | None = None) -> torch.Tensor:
+    """The mean of ``trip(blocks)`` over all ranks."""
     case = context.case
-    parts = [trip(flat_blocks(context.inputs[q][0], case["block"])) for q in ranks]
+    parts = [trip(flat_blocks(args[0], case["block"])) for args in context.inputs]
     return _unpadded(case, torch.stack(parts).sum(0) / (divisor or case.world_size)).to(case.dtype)
-
-
-def _all(context: pc.AnswerContext) -> range:
-    return context.ranks
 
 
 def _plain(blocks: torch.Tensor) -> torch.Tensor:
@@ -141,23 +137,19 @@ def _without_floor(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, torch.where(scales == 0, 1.0, scales))
 
 
-def _scales_of_next_block(blocks: torch.Tensor) -> torch.Tensor:
-    return _trip(blocks, _block_scales(blocks).roll(-1, 0))
-
-
 def _one_scale(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, _block_scales(blocks).amax(0))
 
 
 def _decoded_with_own_scales(context: pc.AnswerContext) -> torch.Tensor:
     own = _block_scales(flat_blocks(context.args[0], context.case["block"]))
-    return _mean(context, _all(context), lambda blocks: _codes(blocks.to(FP32) / _block_scales(blocks)) * own)
+    return _mean(context, lambda blocks: _codes(blocks.to(FP32) / _block_scales(blocks)) * own)
 
 
 def _quantised_again(context: pc.AnswerContext) -> torch.Tensor:
     """The mean goes through int8 once more, as if its way back were quantised too."""
     case = context.case
-    return _unpadded(case, _plain(flat_blocks(_mean(context, _all(context), _plain).to(FP32), case["block"]))).to(case.dtype)
+    return _unpadded(case, _plain(flat_blocks(_mean(context, _plain).to(FP32), case["block"]))).to(case.dtype)
 
 
 def _by_reciprocal(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
@@ -223,22 +215,22 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), _LOSSY),
-        pc.wrong("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
-        pc.wrong("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
+        pc.wrong("not_quantised", "the mean of the gradients", lambda c: _mean(c, lambda b: b.to(FP32)), _LOSSY),
+        pc.wrong("sum", "not divided by the world size", lambda c: _mean(c, _plain, 1)),
+        pc.wrong("scale_one", "rounded to integers", lambda c: _mean(c, lambda b: _codes(b.to(FP32)))),
         pc.wrong(
             "scale_of_next_block",
             "every block with the next one's scale",
-            lambda c: _mean(c, _all(c), _scales_of_next_block),
+            lambda c: _mean(c, lambda blocks: _trip(blocks, _block_scales(blocks).roll(-1, 0))),
             _SEVERAL_BLOCKS,
         ),
-        pc.wrong("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), _SEVERAL_BLOCKS),
+        pc.wrong("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _one_scale), _SEVERAL_BLOCKS),
         pc.wrong("own_scales", "all ranks' codes decoded with the rank's own scales", _decoded_with_own_scales),
         pc.wrong("quantised_again", "the mean quantised once more", _quantised_again, _LOSSY),
-        pc.wrong("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), _LOSSY),
-        pc.wrong("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), ("small/floor_fp32",)),
+        pc.wrong("truncated", "codes rounded towards zero", lambda c: _mean(c, _truncated), _LOSSY),
+        pc.wrong("no_floor", "no least scale", lambda c: _mean(c, _without_floor), ("small/floor_fp32",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("true_division", _by_definition), pc.AlternativeSolution("reciprocal", _by_reciprocal)),
+    alternative_solutions=pc.alternatives(true_division=_by_definition, reciprocal=_by_reciprocal),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(

@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, reduce_scatter_single, sequential_sum
 
 # Channels of a row for each that is an outlier: shorter rows have none.
 _PER_OUTLIER = 1024
@@ -242,10 +240,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, _EPS_MATTERS),
         pc.wrong("epsilon_ignored", "eps = 0: shows in small rows", lambda c: _with(c, eps=0.0), _EPS_MATTERS),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_once", _rounded_once),
-        pc.AlternativeSolution("sequential_in_dtype", _sequential),
-    ),
+    alternative_solutions=pc.alternatives(rounded_once=_rounded_once, sequential_in_dtype=_sequential),
     notes=(
         "In the public benchmark eps has no effect, so that a sum over ranks instead of a mean goes unseen, and the rows have no mean, so "
         "that layer norm nearly passes. Here eps matters in some cases, every row has a mean, and long rows have outliers.",

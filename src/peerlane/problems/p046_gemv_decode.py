@@ -117,9 +117,8 @@ def _depth_cut(context: pc.AnswerContext) -> torch.Tensor:
     return _logits([(hidden[:, :kept], weight[:, :kept], bias) for hidden, weight, bias in context.inputs])
 
 
-def _first_token_everywhere(context: pc.AnswerContext) -> torch.Tensor:
-    answer: torch.Tensor = context.answer
-    return answer[:1].expand_as(answer).contiguous()
+def _first_token_everywhere(context: pc.AnswerContext) -> pc.Tree:
+    return context.answer[:1].expand_as(context.answer).contiguous()
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -187,9 +186,9 @@ PROBLEM = pc.Problem(
         pc.wrong("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
         pc.wrong("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_once", lambda case, inputs, rank: _logits(inputs)),
-        pc.AlternativeSolution("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
+    alternative_solutions=pc.alternatives(
+        rounded_once=lambda case, inputs, rank: _logits(inputs),
+        rounded_twice=lambda case, inputs, rank: _logits(inputs, two_roundings=True),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -194,7 +194,7 @@ PROBLEM = pc.Problem(
         ),
         MODEL.wrong("coupled_decay", "weight decay added to the gradient", training=_coupled_decay, cases=_DECAY),
         MODEL.wrong("decay_without_rate", "weight decay not scaled by lr", state=_decay_without_rate, cases=_DECAY),
-        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05, weight_decay=0.3),
+        *training_step.usual_wrong_answers(MODEL, lr=0.05, weight_decay=0.3),
     ),
     alternative_solutions=MODEL.alternative_solutions,
     notes=(

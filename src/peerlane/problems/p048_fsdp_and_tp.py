@@ -9,12 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.matmul import FLOP_UNIT
-
-FP64 = torch.float64
-
-Arguments = Sequence[Sequence[Any]]
 
 # How many times the root of the sum of squared errors' bounds is allowed: six standard deviations of rounding errors, or more.
 _ROOTS = 3.25
@@ -128,7 +124,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     return ((x * entering).to(case.dtype), *(weight.to(case.dtype) for weight in weights), n_tp, n_fsdp)
 
 
-def _whole_weights(inputs: Arguments, ranks: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+def _whole_weights(inputs: pc.Inputs, ranks: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
     """W1, W2 (D, F / n_tp) and W3 (F / n_tp, D) from the shards of these ranks, in order."""
     return [torch.cat([inputs[q][position] for q in ranks], dim=1 if position == 3 else 0).to(dtype) for position in (1, 2, 3)]
 
@@ -138,7 +134,7 @@ def _fsdp_peers(case: pc.Case, tp_index: int) -> list[int]:
     return [index * n_tp + tp_index for index in range(n_fsdp)]
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> pc.Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """In float64. The magnitude is what rounding every intermediate to the dtype may leave, in units of its roundoff: _ROOTS times the root
     of the sum of squares that hidden units' errors and partial sums' roundings amount to.
     """

@@ -9,7 +9,7 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
 from peerlane.problems.families.interval import Interval, comparison
-from peerlane.problems.families.quant import FP64, Arguments
+from peerlane.problems.families.quant import FP64
 
 
 def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,22 +20,17 @@ def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[tor
     return shard.div_(world), history
 
 
-def _shard(case: pc.Case) -> int:
-    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
-    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
+    return quant.vector_and_history(case, rank, draw, case.world_size * quant.shard_length(case))
 
 
 def _slice(case: pc.Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
-    return vector.narrow(0, rank * _shard(case), _shard(case))
+    return vector.narrow(0, rank * quant.shard_length(case), quant.shard_length(case))
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     """The mean in float64 of what the ranks' slices may be after their round trips."""
-    zeros = torch.zeros(_shard(case), dtype=FP64, device=inputs[0][0].device)
+    zeros = torch.zeros(quant.shard_length(case), dtype=FP64, device=inputs[0][0].device)
     value, low, high, magnitude = zeros, zeros.clone(), zeros.clone(), zeros.clone()
     for flat, history in inputs:
         trip = quant.decoded(_slice(case, flat, rank), quant.exact_scale(quant.push_history(flat, history)))
@@ -51,12 +46,12 @@ def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc
 
 def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """That of a sum over ranks in the working dtype. Quantisation itself has none: every code must be the nearest."""
-    return {"shard": sum_tolerance(case, _shard(case))["sum"]}
+    return {"shard": sum_tolerance(case, quant.shard_length(case))["sum"]}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte go to the owners of the slices, with a float32 scale to each."""
-    shard, world = _shard(case), case.world_size
+    shard, world = quant.shard_length(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
     return pc.Cost(
         hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 3 * world * shard}
@@ -66,50 +61,17 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _mean(case: pc.Case, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    return (torch.stack([part.to(FP32) for part in slices]).sum(0) / case.world_size).to(case.dtype)
+def _mean(case: pc.Case, vectors: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    return (_sum(case, vectors, rank) / case.world_size).to(case.dtype)
 
 
-def _own_slices(context: pc.AnswerContext) -> list[torch.Tensor]:
-    """The rank's slice of every rank's gradient, as it came."""
-    return [_slice(context.case, flat, context.rank) for flat, _ in context.inputs]
+def _sum(case: pc.Case, vectors: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """The float32 sum of the rank's slices of all ranks' vectors."""
+    return torch.stack([_slice(case, vector, rank).to(FP32) for vector in vectors]).sum(0)
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[pc.AnswerContext], Answer]:
-    """The right history, and gradients quantised with another scale."""
-
-    def answer(context: pc.AnswerContext) -> Answer:
-        slices = [quant.through_codes(part, scale(context.inputs, q)) for q, part in enumerate(_own_slices(context))]
-        return _mean(context.case, slices), context.answer[1]
-
-    return answer
-
-
-def _right_scales(context: pc.AnswerContext) -> list[torch.Tensor]:
-    return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
-
-
-def _in_format(context: pc.AnswerContext, codes: torch.dtype, largest: float) -> Answer:
-    """With the other float8 format, scaled to its own largest number."""
-    scales = [scale * (quant.E4M3_MAX / largest) for scale in _right_scales(context)]
-    slices = [quant.through_codes(part, scale, codes) for part, scale in zip(_own_slices(context), scales, strict=True)]
-    return _mean(context.case, slices), context.answer[1]
-
-
-def _own_scale_decodes(context: pc.AnswerContext) -> Answer:
-    scales = _right_scales(context)
-    slices = [quant.decoded_elsewhere(part, scale, scales[context.rank]) for part, scale in zip(_own_slices(context), scales, strict=True)]
-    return _mean(context.case, slices), context.answer[1]
-
-
-def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int], divisor: int) -> Answer:
-    parts, scales = _own_slices(context), _right_scales(context)
-    total = torch.stack([quant.through_codes(parts[q], scales[q]).to(FP32) for q in ranks]).sum(0)
-    return (total / divisor).to(context.case.dtype), context.answer[1]
-
-
-def _combine(add: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, list[torch.Tensor], Arguments, int], Answer]:
-    def combine(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _combine(add: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, list[torch.Tensor], pc.Inputs, int], Answer]:
+    def combine(case: pc.Case, vectors: list[torch.Tensor], inputs: pc.Inputs, rank: int) -> Answer:
         total = add([_slice(case, vector, rank) for vector in vectors])
         return total / case.world_size, quant.history_to_the_letter(*inputs[rank])
 
@@ -149,13 +111,14 @@ _POISONED = ("nan_bf16", "inf_fp32")
 
 
 _FINITE = pc.except_for(*_POISONED)
-_WRONG_SCALE_CASES = {
+_WRONG_CASES = {
     # Without older entries that are larger, the current amax decides.
     "history_ignored": pc.except_for(*_POISONED, "history_1_fp32", "quiet_bf16", "outlier_bf16", "ties_bf16"),
     # The history may decide on every rank.
     "current_ignored": pc.except_for(*_POISONED, "rank_scale_bf16", "outlier_bf16", "idle_bf16"),
     # The other rank of two has a zero gradient.
     "common_scale": pc.except_for(*_POISONED, "idle_bf16"),
+    "history_not_shifted": pc.except_for(*_POISONED, "history_1_fp32", "quiet_bf16"),
 }
 
 PROBLEM = pc.Problem(
@@ -180,21 +143,19 @@ PROBLEM = pc.Problem(
     bandwidth="production_llama3_8b_block",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("not_quantised", "the mean of the gradients as they are", lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]), _FINITE),
-        *(
-            pc.wrong(name, why, _with_scales(scale), _WRONG_SCALE_CASES.get(name, _FINITE))
-            for name, (why, scale) in quant.WRONG_SCALES.items()
-        ),
-        pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, _FINITE),
-        pc.wrong("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), _FINITE),
-        pc.wrong("sum", "not divided by the world size", lambda c: _of_ranks(c, c.ranks, 1), _FINITE),
         pc.wrong(
-            "history_not_shifted",
-            "the amax in the place of the last entry",
-            lambda c: (c.answer[0], quant.unshifted_history(c)),
-            pc.except_for(*_POISONED, "history_1_fp32", "quiet_bf16"),
+            "not_quantised",
+            "the mean of the gradients as they are",
+            lambda c: (_mean(c.case, [flat for flat, _ in c.inputs], c.rank), c.answer[1]),
+            _FINITE,
         ),
-        pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        pc.wrong(
+            "sum",
+            "not divided by the world size",
+            lambda c: (_sum(c.case, [quant.by_division(*args) for args in c.inputs], c.rank).to(c.case.dtype), c.answer[1]),
+            _FINITE,
+        ),
+        *quant.trip_wrong_answers(_mean, _WRONG_CASES, _FINITE),
     ),
     alternative_solutions=(
         *(quant.trip_variants(_combine(wide_sum))),

@@ -1,7 +1,5 @@
 """Problem 53: all-gather of parameter shards after a round trip through FP8 with an amax history."""
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -9,7 +7,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.interval import Interval, comparison
-from peerlane.problems.families.quant import Arguments
 
 
 def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,16 +16,11 @@ def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tup
     return full, history
 
 
-def _shard(case: pc.Case) -> int:
-    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
-    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return quant.vector_and_history(case, rank, draw, _shard(case))
+    return quant.vector_and_history(case, rank, draw, quant.shard_length(case))
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     trips = [quant.decoded(flat, quant.exact_scale(quant.push_history(flat, history))) for flat, history in inputs]
     value, low, high = (torch.cat([getattr(trip, part) for trip in trips]) for part in ("value", "low", "high"))
     return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), quant.history_answer(inputs[rank])
@@ -36,7 +28,7 @@ def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte and a float32 scale go to every other rank; the shard is read and W of them are written."""
-    shard, world = _shard(case), case.world_size
+    shard, world = quant.shard_length(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
     return pc.Cost(
         hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": (2 + world) * shard}
@@ -46,34 +38,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[pc.AnswerContext], Answer]:
-    """The right history, and parameters quantised with another scale."""
-
-    def answer(context: pc.AnswerContext) -> Answer:
-        trips = [quant.through_codes(flat, scale(context.inputs, q)) for q, (flat, _) in enumerate(context.inputs)]
-        return torch.cat(trips), context.answer[1]
-
-    return answer
-
-
-def _right_scales(context: pc.AnswerContext) -> list[torch.Tensor]:
-    return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
-
-
-def _own_scale_decodes(context: pc.AnswerContext) -> Answer:
-    scales = _right_scales(context)
-    trips = [quant.decoded_elsewhere(args[0], s, scales[context.rank]) for args, s in zip(context.inputs, scales, strict=True)]
-    return torch.cat(trips), context.answer[1]
-
-
-def _e5m2(context: pc.AnswerContext) -> Answer:
-    """With the other float8 format, scaled to its own largest number."""
-    scales = [scale * (quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
-    trips = [quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
-    return torch.cat(trips), context.answer[1]
-
-
-def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: pc.Inputs, rank: int) -> Answer:
     return torch.cat(vectors), quant.history_to_the_letter(*inputs[rank])
 
 
@@ -115,13 +80,14 @@ PRESETS = (
 )
 
 
-_WRONG_SCALE_CASES = {
+_WRONG_CASES = {
     # Without older entries that are larger, the current amax decides.
     "history_ignored": pc.except_for("history_1_fp32", "quiet_bf16", "outlier_bf16"),
     # The history may decide on every rank.
     "current_ignored": pc.except_for("rank_scale_bf16", "outlier_bf16", "idle_bf16", "floor_bf16"),
     # The other rank of two has a shard of zeros.
     "common_scale": pc.except_for("idle_bf16", "floor_bf16"),
+    "history_not_shifted": pc.except_for("history_1_fp32", "quiet_bf16"),
 }
 
 PROBLEM = pc.Problem(
@@ -146,16 +112,7 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])),
-        *(pc.wrong(name, why, _with_scales(scale), _WRONG_SCALE_CASES.get(name)) for name, (why, scale) in quant.WRONG_SCALES.items()),
-        pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
-        pc.wrong("e5m2", "the other float8 format", _e5m2),
-        pc.wrong(
-            "history_not_shifted",
-            "the amax in the place of the last entry",
-            lambda c: (c.answer[0], quant.unshifted_history(c)),
-            pc.except_for("history_1_fp32", "quiet_bf16"),
-        ),
-        pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        *quant.trip_wrong_answers(lambda case, vectors, rank: torch.cat(vectors), _WRONG_CASES),
     ),
     alternative_solutions=quant.trip_variants(_gathered),
     excused={"another_rank/full": "all ranks have the same parameters"},

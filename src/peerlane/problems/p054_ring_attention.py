@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, Blocks, local_length, scale_of, visible
+from peerlane.problems.families.attention import Blocks, local_length, scale_of, visible
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(
@@ -108,7 +109,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _dense(
+def dense(
     case: pc.Case,
     inputs: pc.Inputs,
     rank: int,
@@ -128,7 +129,8 @@ def _dense(
     )
 
 
-def _flash(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+def flash(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+    """Attention with rounded probabilities, as flash kernels have it."""
     return attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
 
 
@@ -138,27 +140,25 @@ def _drop_last_step(context: pc.AnswerContext) -> torch.Tensor:
     place = ring.index(context.rank)
     farthest = 0 if context.case["causal"] else (place + 1) % len(ring)
     owners = [owner for owner in visible(place, len(ring), context.case["causal"]) if owner != farthest]
-    return _dense(context.case, context.inputs, context.rank, owners or [place])
+    return dense(context.case, context.inputs, context.rank, owners or [place])
 
 
 def _blocks_averaged(context: pc.AnswerContext) -> torch.Tensor:
     ring = _ring(context.case, context.rank)
     seen = visible(ring.index(context.rank), len(ring), context.case["causal"])
-    answers = [_dense(context.case, context.inputs, context.rank, [owner]).to(FP32) for owner in seen]
+    answers = [dense(context.case, context.inputs, context.rank, [owner]).to(FP32) for owner in seen]
     return torch.stack(answers).mean(0).to(context.case.dtype)
 
 
-def _mask_inverted(context: pc.AnswerContext) -> torch.Tensor:
+def mask_inverted(context: pc.AnswerContext) -> torch.Tensor:
+    """A wrong answer: a causal mask where there should be none, and none where there should be one."""
     blocks, place = _blocks(context.case, context.inputs, context.rank)
     return attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
 
 
-def _own_block_unmasked(context: pc.AnswerContext) -> torch.Tensor:
-    return _dense(context.case, context.inputs, context.rank, causal=False)
-
-
-def _default_scale(context: pc.AnswerContext) -> torch.Tensor:
-    return _dense(context.case, context.inputs, context.rank, scale=context.case["depth"] ** -0.5)
+def default_scale(context: pc.AnswerContext) -> pc.Tree:
+    """A wrong answer: softmax_scale ignored."""
+    return context.by(dense, scale=context.case["depth"] ** -0.5)
 
 
 def _values_rotated(context: pc.AnswerContext) -> torch.Tensor:
@@ -167,7 +167,7 @@ def _values_rotated(context: pc.AnswerContext) -> torch.Tensor:
     shifted = list(context.inputs)
     for place, rank in enumerate(ring):
         shifted[rank] = (*context.inputs[rank][:2], context.inputs[ring[place - 1]][2], *context.inputs[rank][3:])
-    return _dense(context.case, shifted, context.rank)
+    return dense(context.case, shifted, context.rank)
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> pc.CaseSpec:
@@ -238,13 +238,15 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
-        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
+        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", mask_inverted),
         pc.wrong("values_rotated", "values one rank out of step with the keys", _values_rotated),
         pc.wrong("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
-        pc.wrong("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, lambda c: c["causal"]),
-        pc.wrong("default_scale", "softmax_scale ignored", _default_scale, lambda c: "scale" in c.params),
+        pc.wrong(
+            "own_block_unmasked", "the rank's own block without its triangle", lambda c: c.by(dense, causal=False), lambda c: c["causal"]
+        ),
+        pc.wrong("default_scale", "softmax_scale ignored", default_scale, lambda c: "scale" in c.params),
     ),
-    alternative_solutions=(pc.AlternativeSolution("dense_fp32", _dense), pc.AlternativeSolution("flash_rounded_probabilities", _flash)),
+    alternative_solutions=pc.alternatives(dense_fp32=dense, flash_rounded_probabilities=flash),
     process_groups=process_groups,
     notes=(
         "The public benchmark's rows see 16 keys at most, with scores of order one, so that rescaling is never put to the test. Here "

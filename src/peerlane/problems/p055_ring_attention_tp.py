@@ -1,7 +1,7 @@
 """Problem 55: an attention layer with its heads sharded over one group and its sequence over another."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
-from peerlane.problems.families.attention import BF16, FP32, Grid
+from peerlane.problems.families.attention import Grid
 from peerlane.problems.families.attention_block import Attend
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(
@@ -125,11 +126,6 @@ def _rounded_parts(case: pc.Case, inputs: pc.Inputs, rank: int, attend: Attend) 
 
 def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
-
-
-def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: another kind of attention."""
-    return lambda c: _layer(c.case, c.inputs, c.rank, attend(c.case))
 
 
 def _own_part(context: pc.AnswerContext, factor: int) -> torch.Tensor:
@@ -248,37 +244,11 @@ PROBLEM = pc.Problem(
     bandwidth="production_llama2_7b_8k",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), lambda c: _grid(c).sizes[1] > 1),
-        pc.wrong(
-            "uniform",
-            "the mean of the values that can be seen",
-            _with(attention_block.uniform),
-            lambda c: c.params.get("pattern") != "cancelling",
-        ),
-        pc.wrong(
-            "mask_inverted",
-            "a causal mask instead of none, or none instead of a causal mask",
-            _with(attention_block.inverted),
-            lambda c: c.params.get("pattern") != "cancelling",
-        ),
-        pc.wrong(
-            "interleaved_rows",
-            "rows of w_qkv taken to be q, k and v of one head after the other",
-            _with(attention_block.interleaved),
-            lambda c: _heads(c) > 1,
-        ),
-        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), lambda c: "scale" in c.params),
-        pc.wrong(
-            "no_maximum",
-            "exponentials of scores as they are",
-            _with(attention_block.no_maximum),
-            lambda c: c.params.get("pattern") in ("large", "growing"),
-        ),
-        pc.wrong(
-            "first_maximum",
-            "exponentials of scores less the maximum of the first block",
-            _with(attention_block.first_maximum),
-            lambda c: c.params.get("pattern") == "growing",
+        *attention_block.wrong_answers(
+            _layer,
+            ring=lambda c: _grid(c).sizes[1] > 1,
+            unequal=lambda c: c.params.get("pattern") != "cancelling",
+            several_heads=lambda c: _heads(c) > 1,
         ),
         pc.wrong("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), lambda c: _grid(c).sizes[0] > 1),
         pc.wrong(
@@ -290,11 +260,9 @@ PROBLEM = pc.Problem(
         pc.wrong("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
         pc.wrong("summed_over_world", "the sum over all ranks", _summed_over_world, lambda c: _grid(c).sizes[1] > 1),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case))),
-        pc.AlternativeSolution(
-            "every_step_rounded", lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case))
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case)),
+        every_step_rounded=lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case)),
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
-from peerlane.problems.families.attention import BF16, FP32, Grid
+from peerlane.problems.families.attention import Grid
 from peerlane.problems.families.attention_block import Attend
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(
@@ -141,11 +142,6 @@ def _pipeline(
     return _stage(case, inputs[pipeline[stage]], xs, ring.index(rank), attend, rounded=rounded)
 
 
-def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: another kind of attention."""
-    return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
-
-
 def _own_hidden_states(context: pc.AnswerContext) -> torch.Tensor:
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = [context.inputs[q][0] for q in ring]
@@ -162,13 +158,10 @@ def _last_stage(context: pc.AnswerContext) -> torch.Tensor:
     return _pipeline(context.case, context.inputs, context.rank, attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1)
 
 
-def _residual(context: pc.AnswerContext) -> torch.Tensor:
+def _residual(context: pc.AnswerContext) -> pc.Tree:
     """The right layer's output added to its input, in the first stage; later ones as they should be."""
-    pipeline = _grid(context.case).lines(context.rank)[0]
-    if context.rank != pipeline[0]:
-        answer: torch.Tensor = context.answer
-        return answer
-    return torch.add(context.answer, context.args[0])
+    first_stage = context.rank == _grid(context.case).lines(context.rank)[0][0]
+    return context.answer + context.args[0] if first_stage else context.answer
 
 
 def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
@@ -250,25 +243,7 @@ PROBLEM = pc.Problem(
     bandwidth="production_llama2_7b_8k",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), _needs_ring),
-        pc.wrong("uniform", "the mean of the values that can be seen", _with(attention_block.uniform)),
-        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(attention_block.inverted)),
-        pc.wrong(
-            "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(attention_block.interleaved)
-        ),
-        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), lambda c: "scale" in c.params),
-        pc.wrong(
-            "no_maximum",
-            "exponentials of scores as they are",
-            _with(attention_block.no_maximum),
-            lambda c: c.params.get("pattern") in ("large", "growing"),
-        ),
-        pc.wrong(
-            "first_maximum",
-            "exponentials of scores less the maximum of the first block",
-            _with(attention_block.first_maximum),
-            lambda c: c.params.get("pattern") == "growing",
-        ),
+        *attention_block.wrong_answers(_pipeline, ring=_needs_ring),
         pc.wrong("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, _STAGED),
         pc.wrong("stages_skipped", "the stage applied to the first stage's input", _first_input, _STAGED),
         pc.wrong("last_stage", "the last stage's output on every stage", _last_stage, _STAGED),
@@ -280,11 +255,9 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("residual", "the first stage's input added to its output", _residual, lambda c: c.params.get("pattern") != "stage_scale"),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),
-        pc.AlternativeSolution(
-            "every_step_rounded", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True)
-        ),
+    alternative_solutions=pc.alternatives(
+        fp32_steps=lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case)),
+        every_step_rounded=lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True),
     ),
     process_groups=process_groups,
     notes=(

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, Grid, local_length, scale_of
+from peerlane.problems.families.attention import Grid, local_length, scale_of
 from peerlane.problems.families.attention_backward import Gradients, How, Shards, by_block, forward, gradients
-from peerlane.problems.families.collective import sequential_sum
+from peerlane.problems.families.collective import BF16, FP32, sequential_sum
 
 _NAMES = ("dq", "dk", "dv")
 
@@ -193,40 +193,37 @@ def _how(case: pc.Case, **changes: Any) -> How:
     return How(**{"causal": case["causal"], "scale": scale_of(case), **changes})
 
 
-def _averaged(case: pc.Case, inputs: pc.Inputs, rank: int, how: How) -> Gradients:
+def _averaged(case: pc.Case, inputs: pc.Inputs, rank: int, how: How) -> pc.Tree:
     """The mean over replicas, rounded once."""
     each = [by_block(*_shards(case, inputs, replica), how) for replica in _grid(case).lines(rank)[0]]
-    dq, dk, dv = (torch.stack(replicas).mean(0).to(case.dtype) for replicas in zip(*each, strict=True))
-    return dq, dk, dv
+    return tuple(torch.stack(replicas).mean(0).to(case.dtype) for replicas in zip(*each, strict=True))
 
 
-def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Gradients:
+def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
     """p, ds and every replica's gradients rounded to the dtype, and the sum of these."""
     each = [by_block(*_shards(case, inputs, replica), _how(case, rounded=case.dtype)) for replica in _grid(case).lines(rank)[0]]
-    dq, dk, dv = (sequential_sum([one.to(case.dtype) for one in replicas]) / len(each) for replicas in zip(*each, strict=True))
-    return dq, dk, dv
+    return tuple(sequential_sum([one.to(case.dtype) for one in replicas]) / len(each) for replicas in zip(*each, strict=True))
 
 
-def _with(**changes: Any) -> Callable[[pc.AnswerContext], Gradients]:
+def _with(**changes: Any) -> Callable[[pc.AnswerContext], pc.Tree]:
     """A wrong answer: computed in another way."""
     return lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, **changes))
 
 
-def _own_replica(context: pc.AnswerContext, factor: int) -> Gradients:
+def _own_replica(context: pc.AnswerContext, factor: int) -> pc.Tree:
     """Without the average, times ``factor``."""
     own = by_block(*_shards(context.case, context.inputs, context.rank), _how(context.case))
-    dq, dk, dv = ((factor * gradient).to(context.case.dtype) for gradient in own)
-    return dq, dk, dv
+    return tuple((factor * gradient).to(context.case.dtype) for gradient in own)
 
 
-def _one_rotation_short(context: pc.AnswerContext) -> Gradients:
+def _one_rotation_short(context: pc.AnswerContext) -> pc.Tree:
     """dk and dv of the next rank's keys: the ring stopped before they came home."""
     ring = _grid(context.case).lines(context.rank)[1]
     other = context.answers[ring[(ring.index(context.rank) + 1) % len(ring)]]
     return context.answer[0], other[1], other[2]
 
 
-def _local_softmax(context: pc.AnswerContext) -> Gradients:
+def _local_softmax(context: pc.AnswerContext) -> pc.Tree:
     """out and softmax_lse of the rank's own block in place of those given: the public benchmark's inputs."""
     local = []
     for args in context.inputs:
@@ -344,9 +341,8 @@ PROBLEM = pc.Problem(
             _REPLICATED,
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
-        pc.AlternativeSolution("every_step_rounded", _rounded),
+    alternative_solutions=pc.alternatives(
+        fp32_rounded_once=lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case)), every_step_rounded=_rounded
     ),
     excused={
         f"another_rank@{name}": "all ranks hold the same place of the sequence, and have the same mean"

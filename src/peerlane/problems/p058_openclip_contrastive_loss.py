@@ -9,9 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, all_gather_single, group_layout, group_members
 
 
 def reference(

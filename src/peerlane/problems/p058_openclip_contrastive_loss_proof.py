@@ -41,16 +41,14 @@ def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[
     """A wrong answer: ``owners(members, place)`` names the ranks whose texts are used, ``members[place]`` being this rank."""
 
     def answer(context: pc.AnswerContext) -> torch.Tensor:
-        members = group_members(context.case, context.rank)
-        return _loss(context.case, context.inputs, context.rank, owners(members, members.index(context.rank)))
+        return _loss(context.case, context.inputs, context.rank, owners(context.members, context.place))
 
     return answer
 
 
 def _positives_everywhere(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
     total = torch.zeros((), device=context.args[0].device)
-    for owner in members:
+    for owner in context.members:
         z = _signed_logits(context.case, context.inputs, context.rank, owner, FP32)
         if owner != context.rank:
             z.diagonal().neg_()
@@ -68,19 +66,17 @@ def _with_scalars(context: pc.AnswerContext, **scalars: float) -> torch.Tensor:
     """The loss with another scale or bias."""
     values = {"scale": context.args[2], "bias": context.args[3], **scalars}
     changed = [(images, texts, values["scale"], values["bias"], group) for images, texts, _, _, group in context.inputs]
-    return _loss(context.case, changed, context.rank, group_members(context.case, context.rank))
+    return _loss(context.case, changed, context.rank, context.members)
 
 
 def _mean_over_ranks(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    return torch.stack([context.answers[q].to(FP32) for q in members]).mean().to(context.case.dtype)
+    return torch.stack([context.answers[q].to(FP32) for q in context.members]).mean().to(context.case.dtype)
 
 
 def _overflowing(context: pc.AnswerContext) -> torch.Tensor:
     """log(1 + exp(z)) without care for large z."""
     blocks = [
-        torch.log(1 + torch.exp(_signed_logits(context.case, context.inputs, context.rank, owner, FP32)))
-        for owner in group_members(context.case, context.rank)
+        torch.log(1 + torch.exp(_signed_logits(context.case, context.inputs, context.rank, owner, FP32))) for owner in context.members
     ]
     return torch.div(torch.stack(blocks).sum(), context.args[0].shape[0]).to(context.case.dtype)
 
@@ -88,13 +84,13 @@ def _overflowing(context: pc.AnswerContext) -> torch.Tensor:
 def _coded(context: pc.AnswerContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
     """The loss of texts, and of images too, of which a code of few bits is left."""
     coded = [(code(args[0]) if images else args[0], code(args[1]), *args[2:]) for args in context.inputs]
-    return _loss(context.case, coded, context.rank, group_members(context.case, context.rank))
+    return _loss(context.case, coded, context.rank, context.members)
 
 
 def _half_of_the_texts(context: pc.AnswerContext) -> torch.Tensor:
     """The first half of every rank's texts, their negatives counted twice."""
     total = torch.zeros((), device=context.args[0].device)
-    for owner in group_members(context.case, context.rank):
+    for owner in context.members:
         z = _signed_logits(context.case, context.inputs, context.rank, owner, FP32)
         half = F.softplus(z)[:, : (z.shape[1] + 1) // 2].sum() * (z.shape[1] / ((z.shape[1] + 1) // 2))
         total = total + half / z.shape[0]
@@ -152,7 +148,6 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
-    pc.AlternativeSolution("rounded_logits", _rounded_logits),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    fp32_by_block=lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank)), rounded_logits=_rounded_logits
 )

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import fft
-from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import COMPLEX64, FP32, FP64
+from peerlane.problems.families.collective import FP32, FP64, group_layout, group_members
+from peerlane.problems.families.fft import COMPLEX64
 
 # Plane waves of a field with a steep spectrum, and the white noise beside them.
 _WAVES, _NOISE = 8, 1e-3
@@ -31,14 +31,9 @@ def reference(
     return half.contiguous()
 
 
-def _sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
-    """Rows and columns of the whole field."""
-    return fft.size(case["rows"], ranks), fft.size(case["columns"], ranks)
-
-
 def transform_sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
     """(n0, n1): the transform's lengths."""
-    rules = zip(case["s"], _sizes(case, ranks), strict=True)
+    rules = zip(case["s"], fft.sizes(case, ranks), strict=True)
     n0, n1 = (length if rule is None else fft.size(rule, ranks) for rule, length in rules)
     return n0, n1
 
@@ -52,7 +47,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """
     members = group_members(case, rank)
     place, ranks, (d0, d1) = members.index(rank), len(members), fft.axes(case)
-    rows, columns = _sizes(case, ranks)
+    rows, columns = fft.sizes(case, ranks)
     local = columns // ranks
     field, shared = case.params.get("field"), draw.shared
     x = draw.normal(fft.full_shape(case, rows, local), FP32)
@@ -111,7 +106,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     members = group_members(case, rank)
     ranks, place, slices = len(members), members.index(rank), math.prod(case["lead"])
-    (rows, columns), (n0, n1) = _sizes(case, ranks), transform_sizes(case, ranks)
+    (rows, columns), (n0, n1) = fft.sizes(case, ranks), transform_sizes(case, ranks)
     rows, used = min(rows, n0), min(columns, n1)
     local = columns // ranks
     own = min(max(used - place * local, 0), local)
@@ -126,7 +121,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _transposed(case: pc.Case, rank: int) -> pc.Steps:
     members, slices = group_members(case, rank), math.prod(case["lead"])
-    ranks, (_, columns), (n0, n1) = len(members), _sizes(case, len(members)), transform_sizes(case, len(members))
+    ranks, (_, columns), (n0, n1) = len(members), fft.sizes(case, len(members)), transform_sizes(case, len(members))
     points, spectrum = slices * 4 * n0 * columns / ranks, slices * 8 * n0 / ranks * (n1 // 2 + 1)
     return fft.transposed_steps(points, 2 * points, spectrum, ranks, cost(case, rank).flops["fp32"])
 
@@ -156,7 +151,7 @@ def _by_symmetry(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
     """Along d0, then ``between``, then along d1; without ``second`` the first pass is cut or padded to the number of bins."""
     case, norm, field = context.case, context.args[3], TRANSFORM.whole(context.case, context.inputs, context.rank)
-    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(group_members(case, context.rank)))
+    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(context.members))
     first = between(torch.fft.fft(field, n=n0, dim=d0, norm=norm))
     if second:
         first = torch.fft.fft(first, n=n1, dim=d1, norm=norm)
@@ -167,8 +162,7 @@ def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], 
 
 def _from_the_end(field: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Padding in front of the field, or a crop that keeps its end."""
-    case, ranks = context.case, len(group_members(context.case, context.rank))
-    for axis, length in zip(fft.axes(case), transform_sizes(case, ranks), strict=True):
+    for axis, length in zip(fft.axes(context.case), transform_sizes(context.case, len(context.members)), strict=True):
         field = torch.cat((torch.zeros_like(field), field), dim=axis)
         short = length - field.shape[axis]
         if short > 0:
@@ -252,11 +246,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sent_in_half", "float16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.float16)), _IN_HALF),
         pc.wrong("padded_or_cut_in_front", "the wrong end padded or cut", TRANSFORM.of(_from_the_end), _CUT),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("whole_fp32", TRANSFORM.answer),
-        pc.AlternativeSolution("columns_first_fp32", _columns_first),
-        pc.AlternativeSolution("by_symmetry_fp32", _by_symmetry),
-    ),
+    alternative_solutions=pc.alternatives(whole_fp32=TRANSFORM.answer, columns_first_fp32=_columns_first, by_symmetry_fp32=_by_symmetry),
     process_groups=group_layout,
     notes=(
         "The public benchmark's tolerance of one per cent accepts numbers that were sent in half precision. Here errors are held to what "

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import fft
-from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import COMPLEX64, COMPLEX128, FP32
+from peerlane.problems.families.collective import FP32, group_layout, group_members
+from peerlane.problems.families.fft import COMPLEX64, COMPLEX128
 
 
 def reference(
@@ -56,11 +56,6 @@ def bin_weights(columns: int, device: torch.device) -> torch.Tensor:
     return weights
 
 
-def sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
-    """(n0, n1): rows and columns of the field."""
-    return fft.size(case["rows"], ranks), fft.size(case["columns"], ranks)
-
-
 def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Independent N(0, 1) real and imaginary parts, each slice with a scale of its own: no symmetry anywhere. ``case["spectrum"]``:
 
@@ -70,7 +65,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """
     members = group_members(case, rank)
     place, ranks, (d0, d1) = members.index(rank), len(members), fft.axes(case)
-    n0, n1 = sizes(case, ranks)
+    n0, n1 = fft.sizes(case, ranks)
     local, bins, shared = n0 // ranks, n1 // 2 + 1, draw.shared
     row = torch.arange(place * local, (place + 1) * local, device=draw.device)
     column = torch.arange(bins, device=draw.device)
@@ -104,7 +99,7 @@ def inverse(spectrum: torch.Tensor, case: pc.Case, ranks: int, norm: str) -> tor
 
     Spelt out, since torch.fft.irfft2 on a GPU need not ignore the imaginary parts that belong to no real field.
     """
-    (d0, d1), (n0, n1) = fft.axes(case), sizes(case, ranks)
+    (d0, d1), (n0, n1) = fft.axes(case), fft.sizes(case, ranks)
     if is_cropped(case):
         field: torch.Tensor = torch.fft.ifft2(extended(spectrum, d0, d1, n1).narrow(d0, 0, n0 // ranks), dim=(d0, d1), norm=norm).real
     else:
@@ -126,7 +121,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     every conjugate pair, a third more.
     """
     ranks, slices = len(group_members(case, rank)), math.prod(case["lead"])
-    n0, n1 = sizes(case, ranks)
+    n0, n1 = fft.sizes(case, ranks)
     if is_cropped(case):  # some ranks' rows are needed by nobody
         return pc.Cost(hbm_bytes=slices * 4 * (n0 // ranks) * (n1 // ranks), egress_bytes=0.0, ingress_bytes=0.0)
     bins, points = n0 // ranks * (n1 // 2 + 1), n0 * n1 // ranks
@@ -140,22 +135,18 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _transposed(case: pc.Case, rank: int) -> pc.Steps:
     ranks, slices = len(group_members(case, rank)), math.prod(case["lead"])
-    n0, n1 = sizes(case, ranks)
+    n0, n1 = fft.sizes(case, ranks)
     spectrum = slices * 8 * n0 / ranks * (n1 // 2 + 1)
     points = slices * 4 * n0 * n1 / ranks
     return fft.transposed_steps(spectrum, 2 * points, points, ranks, fft.fft_flops(slices, n0, n1) / ranks)
 
 
-def _field(spectrum: torch.Tensor, case: pc.Case, args: Sequence[Any]) -> torch.Tensor:
-    return inverse(spectrum, case, len(group_members(case, 0)), args[3])
-
-
-TRANSFORM = fft.Transform(_field, 0, COMPLEX64, FP32)
+TRANSFORM = fft.Transform(lambda spectrum, case, args: inverse(spectrum, case, len(group_members(case, 0)), args[3]), 0, COMPLEX64, FP32)
 
 
 def _columns(case: pc.Case) -> int:
     """n1"""
-    return sizes(case, len(group_members(case, 0)))[1]
+    return fft.sizes(case, len(group_members(case, 0)))[1]
 
 
 def _by_extension(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
@@ -171,7 +162,7 @@ def _rows_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     (d0, d1), norm = fft.axes(case), inputs[rank][3]
     if is_cropped(case):
         return TRANSFORM.answer(case, inputs, rank)
-    n0, n1 = sizes(case, len(group_members(case, rank)))
+    n0, n1 = fft.sizes(case, len(group_members(case, rank)))
     half = torch.fft.ifft(TRANSFORM.whole(case, inputs, rank), n=n0, dim=d0, norm=norm)
     single = bin_weights(n1, half.device) == 1.0
     half = torch.where(single, torch.complex(half.real, torch.zeros_like(half.real)), half)
@@ -293,11 +284,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sent_in_bfloat16", "the spectrum in bfloat16", TRANSFORM.of(lambda z, _: fft.through(torch.bfloat16, z))),
         pc.wrong("sent_in_half", "the spectrum in float16", TRANSFORM.of(lambda z, _: fft.through(torch.float16, z)), _IN_HALF),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("weighted_bins_fp32", TRANSFORM.answer),
-        pc.AlternativeSolution("extended_fp32", _by_extension),
-        pc.AlternativeSolution("rows_first_fp32", _rows_first),
-    ),
+    alternative_solutions=pc.alternatives(weighted_bins_fp32=TRANSFORM.answer, extended_fp32=_by_extension, rows_first_fp32=_rows_first),
     variant_references={"pkb": legacy_reference},
     process_groups=group_layout,
     notes=(

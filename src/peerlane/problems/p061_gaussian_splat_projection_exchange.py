@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import splat, splat_answers
-from peerlane.problems.families.collective import all_gather_single
-from peerlane.problems.families.splat import FP32, FP64
+from peerlane.problems.families.collective import FP32, FP64, all_gather_single
 
 NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "opacities", "colors")
 
@@ -402,10 +401,7 @@ PROBLEM = pc.Problem(
             _GENERAL,
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("factored_fp32", splat_answers.factored),
-        pc.AlternativeSolution("covariances_fp32", splat_answers.by_covariances),
-    ),
+    alternative_solutions=pc.alternatives(factored_fp32=splat_answers.factored, covariances_fp32=splat_answers.by_covariances),
     excused={
         "previous/camera_ids": _FIXED,
         **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},

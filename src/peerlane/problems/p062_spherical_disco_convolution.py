@@ -138,7 +138,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     return x, filters, weight, case["groups"], case["nlon_out"], case["nlon_in"], azimuth_group, polar_group, bias
 
 
-def oracle(case: pc.Case, inputs: sphere_answers.Arguments, rank: int) -> pc.Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     value = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank))
     magnitude = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank, absolute=True), absolute=True)
     return pc.Expected("output", value, FP32, magnitude=magnitude)
@@ -362,10 +362,7 @@ PROBLEM = pc.Problem(
             lambda c: sphere_answers.remixed(c, y=sphere_answers.tensor_float32, weight=sphere_answers.tensor_float32),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("bands_reversed", sphere_answers.bands_reversed),
-        pc.AlternativeSolution("mixed_before_the_sum", sphere_answers.mixed_first),
-    ),
+    alternative_solutions=pc.alternatives(bands_reversed=sphere_answers.bands_reversed, mixed_before_the_sum=sphere_answers.mixed_first),
     process_groups=process_groups,
     notes=(
         "The public benchmark draws weight, bias and psi anew on every rank. Here weight and bias are equal on all ranks and psi within "

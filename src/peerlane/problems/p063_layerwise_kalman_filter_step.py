@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single
-
-FP32, FP64 = torch.float32, torch.float64
+from peerlane.problems.families.collective import FP32, FP64, all_gather_single
 
 # Rank of the part of P that is not diagonal.
 _FACTORS = 8
@@ -357,10 +355,7 @@ PROBLEM = pc.Problem(
         pc.wrong("in_float32", "blocks that went through float32", _spoilt(_in_float32)),
         pc.wrong("arguments_untouched", "right results, but the caller's lists are as before", _arguments_untouched),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("reordered", _reordered),
-        pc.AlternativeSolution("denominator_first", _denominator_first),
-    ),
+    alternative_solutions=pc.alternatives(reordered=_reordered, denominator_first=_denominator_first),
     excused={
         "another_rank/all_weights": "all ranks return all weights",
         "another_rank/lambda": _SAME_LAMBDA,

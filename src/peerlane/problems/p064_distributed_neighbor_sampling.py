@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import INT64, group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct
-from peerlane.problems.families.neighbours import INT64, graph_arguments, mean_taken
+from peerlane.problems.families.neighbours import graph_arguments, mean_taken
 
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -215,22 +215,16 @@ def _hop_by_hop(case: pc.Case, rank: int) -> pc.Steps:
     return tuple(of(number, *hop) for number, hop in enumerate(_hops(case, ranks), 1))
 
 
-def _spoilt(**options: Any) -> Any:
-    return lambda context: _sample(context.case, context.inputs, context.rank, **options)
-
-
 def _own_positions(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
-    members = group_members(context.case, context.rank)
-    theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
+    theirs = torch.stack([context.inputs[q][2][:-1] for q in context.members])
     owner = context.args[4][node[col]].to(INT64)
     return node, row, col, edge - theirs[owner, node[col]] + context.args[2][node[col]]
 
 
 def _places(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
-    members = group_members(context.case, context.rank)
-    theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
+    theirs = torch.stack([context.inputs[q][2][:-1] for q in context.members])
     return node, row, col, edge - theirs[context.args[4][node[col]].to(INT64), node[col]]
 
 
@@ -330,10 +324,10 @@ PROBLEM = pc.Problem(
     bandwidth="production_igb_medium_large_batch",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("own_adjacency", "only what the rank itself stores", _spoilt(local=True), _PARTITIONED),
-        pc.wrong("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
-        pc.wrong("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
-        pc.wrong("last_neighbours", "a node's last neighbours", _spoilt(last=True), (*_DEEP, *_PRODUCTION)),
+        pc.wrong("own_adjacency", "only what the rank itself stores", lambda c: c.by(_sample, local=True), _PARTITIONED),
+        pc.wrong("owner_order", "frontiers sorted by owner", lambda c: c.by(_sample, by_owner=True)),
+        pc.wrong("ascending_nodes", "new nodes in ascending order", lambda c: c.by(_sample, ascending=True)),
+        pc.wrong("last_neighbours", "a node's last neighbours", lambda c: c.by(_sample, last=True), (*_DEEP, *_PRODUCTION)),
         pc.wrong("own_positions", "edge ids counted in the rank's own arrays", _own_positions, _PARTITIONED),
         pc.wrong("places", "edge ids counted from each node's first", _places),
         pc.wrong("global_names", "row and col by name instead of place", _global_names),
@@ -344,9 +338,7 @@ PROBLEM = pc.Problem(
             lambda c: (*c.answer[:3], _last_from(c.answer[3], c.previous[3])),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
-    ),
+    alternative_solutions=pc.alternatives(by_sorting=lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
     excused={
         "previous/col@pkb/int64": "every node has more neighbours than are sampled, so that col is the same for every graph",
         "previous/col@pkb/public_replicated": "every node has more neighbours than are sampled, so that col is the same for every graph",

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from peerlane.common.places import rows_figure
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
-from peerlane.problems.families.graph import count_table, expected_distinct, fitted, least_table, skewed
+from peerlane.problems.families.collective import BF16, FP32, fitted, group_layout, group_members
+from peerlane.problems.families.graph import count_table, expected_distinct, least_table, skewed
 
 
 def reference(
@@ -123,21 +123,19 @@ def _gather_at_the_end(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Ten
 
 def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Chunk ``number(me, j, W)`` of group rank ``source(me, j, W)`` for every j, cut or repeated to the answer's length."""
-    members = group_members(context.case, context.rank)
-    me, ranks = members.index(context.rank), len(members)
-    parts = [_chunk(context.inputs, members[source(me, j, ranks) % ranks], number(me, j, ranks) % ranks) for j in range(ranks)]
-    return fitted(torch.cat(parts), context.answer)
+    me, ranks = context.place, len(context.members)
+    parts = [_chunk(context.inputs, context.members[source(me, j, ranks) % ranks], number(me, j, ranks) % ranks) for j in range(ranks)]
+    return fitted(torch.cat(parts), len(context.answer))
 
 
 def _wrong_counts(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    me, ranks = members.index(context.rank), len(members)
+    me, ranks = context.place, len(context.members)
     parts = []
     for j in range(ranks):
-        features, ids, counts, _ = context.inputs[members[(me + j) % ranks]][:4]
+        features, ids, counts, _ = context.inputs[context.members[(me + j) % ranks]][:4]
         first = sum(counts[: -j % ranks])
         parts.append(features[ids[first : first + context.args[2][j]]])
-    return fitted(torch.cat(parts), context.answer)
+    return fitted(torch.cat(parts), len(context.answer))
 
 
 def _ids_ignored(context: pc.AnswerContext) -> torch.Tensor:
@@ -230,7 +228,7 @@ PROBLEM = pc.Problem(
         pc.wrong("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, _beyond_two(_UNEVEN)),
         pc.wrong("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
     ),
-    alternative_solutions=(pc.AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
+    alternative_solutions=pc.alternatives(gather_at_the_end=_gather_at_the_end),
     process_groups=group_layout,
     notes=(
         "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows. Here they differ for every "

@@ -8,11 +8,9 @@ import torch.distributed as dist
 
 from peerlane.common.places import rows_figure
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP32, group_layout, group_members
-from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
+from peerlane.problems.families.collective import FP32, FP64, fitted, group_layout, group_members
+from peerlane.problems.families.graph import count_table, least_table, skewed
 from peerlane.problems.p065_cooperative_feature_exchange import by_rank, relative_counts
-
-FP64 = torch.float64
 
 # Bytes of float64 rows that the oracle holds at a time; it needs about three times as much.
 _CHUNK_BYTES = 2**30
@@ -136,14 +134,13 @@ def _added_in_memory(case: pc.Case, rank: int) -> pc.Steps:
 
 
 def _added(context: pc.AnswerContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(context.answer).index_add_(0, ids, fitted(rows, ids.unsqueeze(1).expand(-1, context.case["depth"]).to(FP32)))
+    return torch.zeros_like(context.answer).index_add_(0, ids, fitted(rows, len(ids)))
 
 
 def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Added up: for every j chunk ``number(me, j, W)`` of group rank ``source(me, j, W)``."""
-    members = group_members(context.case, context.rank)
-    me, ranks = members.index(context.rank), len(members)
-    parts = [_chunk(context.inputs, members[source(me, j, ranks) % ranks], number(me, j, ranks) % ranks) for j in range(ranks)]
+    me, ranks = context.place, len(context.members)
+    parts = [_chunk(context.inputs, context.members[source(me, j, ranks) % ranks], number(me, j, ranks) % ranks) for j in range(ranks)]
     return _added(context, torch.cat(parts), context.args[1])
 
 
@@ -255,10 +252,7 @@ PROBLEM = pc.Problem(
             (*_UNEVEN, "small/heavy", "pkb/fp32"),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("sorted_fp32", _received_sums("sorted")),
-        pc.AlternativeSolution("chunkwise_reversed_fp32", _received_sums("chunkwise")),
-    ),
+    alternative_solutions=pc.alternatives(sorted_fp32=_received_sums("sorted"), chunkwise_reversed_fp32=_received_sums("chunkwise")),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

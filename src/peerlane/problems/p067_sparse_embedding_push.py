@@ -7,10 +7,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
-from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
-
-INT32, INT64 = torch.int32, torch.int64
+from peerlane.problems.families.collective import BF16, FP32, INT32, INT64, fitted, group_layout, group_members, neighbours
+from peerlane.problems.families.graph import count_table, least_table, skewed
 
 
 def reference(
@@ -92,19 +90,18 @@ def _by_selection(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Te
 
 
 def _fit(context: pc.AnswerContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return fitted(pair[0], context.answer[0]), fitted(pair[1], context.answer[1])
+    return fitted(pair[0], len(context.answer[0])), fitted(pair[1], len(context.answer[1]))
 
 
 def _parts(context: pc.AnswerContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    members = group_members(context.case, context.rank)
-    return _received(context.inputs, members, members.index(context.rank))
+    return _received(context.inputs, context.members, context.place)
 
 
 def _by_range(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    members, parts = group_members(context.case, context.rank), []
-    for q in members:
+    parts = []
+    for q in context.members:
         ids, rows = context.inputs[q][:2]
-        mine = ids // -(-context.case["nodes"] // len(members)) == members.index(context.rank)
+        mine = ids // -(-context.case["nodes"] // len(context.members)) == context.place
         parts.append((ids[mine], rows[mine]))
     return _fit(context, _joined(parts))
 
@@ -115,9 +112,8 @@ def _sorted_by_id(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor
 
 def _unpermuted_rows(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right ids, with every source's first rows."""
-    members = group_members(context.case, context.rank)
     parts = _parts(context)
-    rows = [context.inputs[q][1][: len(ids)] for q, (ids, _) in zip(members, parts, strict=True)]
+    rows = [context.inputs[q][1][: len(ids)] for q, (ids, _) in zip(context.members, parts, strict=True)]
     return context.answer[0].clone(), torch.cat(rows)
 
 
@@ -135,10 +131,7 @@ def _contiguous_group(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Te
 
 
 _MIXED = (
-    "small/uneven_bf16",
-    "small/uneven_fp32",
-    "small/hot_bf16",
-    "small/odd_row_bf16",
+    *pc.small_cases("uneven_bf16", "uneven_fp32", "hot_bf16", "odd_row_bf16"),
     "pkb/bf16",
     "production_wikidata5m_transe/fp32",
     "production_dlrm_table/bf16",
@@ -202,11 +195,11 @@ PROBLEM = pc.Problem(
         pc.wrong("range_partition", "owners by ranges of ids", _by_range),
         pc.wrong("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, (*_MIXED, "small/one_owner_bf16")),
         pc.wrong("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, _MIXED),
-        pc.wrong("local_ids", "ids divided by W", lambda c: (c.answer[0] // len(group_members(c.case, c.rank)), c.answer[1].clone())),
+        pc.wrong("local_ids", "ids divided by W", lambda c: (c.answer[0] // len(c.members), c.answer[1].clone())),
         pc.wrong("one_row_per_id", "duplicates of an id given the same row", _added_up, ("small/hot_bf16",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("gather_and_sort", _by_selection),),
+    alternative_solutions=pc.alternatives(gather_and_sort=_by_selection),
     process_groups=group_layout,
     graph=False,
     graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",

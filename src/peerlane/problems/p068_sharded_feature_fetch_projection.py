@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, INT32, INT64, group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct, per_rank, skewed
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64, add_product, gemm_tolerance, weights
-
-INT32, INT64 = torch.int32, torch.int64
 
 # A prime above any number of rows: multiplication by it spreads neighbouring ids over the whole table.
 _SPREAD = 2654435761
@@ -186,13 +184,13 @@ def _partitioned(
     context: pc.AnswerContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The projection of the rows that another partition of the table names: ``owner_and_place(ids, ranks, own rank)``."""
-    members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
-    owner, place = owner_and_place(ids, len(members), members.index(context.rank))
-    return _projected(context.case, _fetched(context.inputs, members, ids, owner, place), context.args[2])
+    ids = context.args[1].to(INT64)
+    owner, place = owner_and_place(ids, len(context.members), context.place)
+    return _projected(context.case, _fetched(context.inputs, context.members, ids, owner, place), context.args[2])
 
 
 def _floor(context: pc.AnswerContext) -> torch.Tensor:
-    shard = context.args[3] // len(group_members(context.case, context.rank))
+    shard = context.args[3] // len(context.members)
     return _partitioned(
         context, lambda ids, ranks, _: ((ids // shard).clamp(max=ranks - 1), ids - (ids // shard).clamp(max=ranks - 1) * shard)
     )
@@ -202,16 +200,13 @@ def _own_shard(context: pc.AnswerContext) -> torch.Tensor:
     return _partitioned(context, lambda ids, _, me: (torch.full_like(ids, me), ids % len(context.args[0])))
 
 
-def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
-    members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
-    remote = ids // _shard(context.case, len(members)) != members.index(context.rank)
-    result: torch.Tensor = context.answer.masked_fill(remote.unsqueeze(1), 0.0)
-    return result
+def _remote_missing(context: pc.AnswerContext) -> pc.Tree:
+    remote = context.args[1].to(INT64) // _shard(context.case, len(context.members)) != context.place
+    return context.answer.masked_fill(remote.unsqueeze(1), 0.0)
 
 
 def _next_projection(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    other = members[(members.index(context.rank) + 1) % len(members)]
+    other = context.members[(context.place + 1) % len(context.members)]
     return _projected(context.case, _features(context.case, context.inputs, context.rank), context.inputs[other][2])
 
 
@@ -299,7 +294,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "owner_order",
             "rows in the order of their owners, as they come back",
-            lambda c: c.answer[(c.args[1] // _shard(c.case, len(group_members(c.case, c.rank)))).argsort(stable=True)],
+            lambda c: c.answer[(c.args[1] // _shard(c.case, len(c.members))).argsort(stable=True)],
             (*_RANDOM, *_PRODUCTION),
         ),
         pc.wrong(
@@ -309,11 +304,7 @@ PROBLEM = pc.Problem(
             (*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "pkb/bf16", *_PRODUCTION[:2]),
         ),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("direct_fp32", _direct),
-        pc.AlternativeSolution("split_depth_fp32", _split_depth),
-        pc.AlternativeSolution("unique_fp32", _unique),
-    ),
+    alternative_solutions=pc.alternatives(direct_fp32=_direct, split_depth_fp32=_split_depth, unique_fp32=_unique),
     process_groups=group_layout,
     integer_exact=True,
     graph=False,

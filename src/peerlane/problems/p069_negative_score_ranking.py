@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems.families.graph import fitted, per_rank
-
-FP64, INT64 = torch.float64, torch.int64
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, INT64, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.graph import per_rank
+from peerlane.problems.families.interval import Interval
 
 # Bytes of float64 scores that the oracle holds at a time; it needs about six times as much.
 _CHUNK_BYTES = 2**29
@@ -94,14 +92,6 @@ def _scores(case: pc.Case, count: int, draw: pc.Draw) -> tuple[torch.Tensor, tor
     return positive.to(case.dtype), negative.to(case.dtype)
 
 
-@dataclass(kw_only=True)
-class Ranking(pc.Expected):
-    """Ranks, with the smallest and the largest that rounding errors of the sigmoid allow. ``value`` is that of a correctly rounded one."""
-
-    low: torch.Tensor
-    high: torch.Tensor
-
-
 def sigmoid_range(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The least value that a good float32 sigmoid may have, the right one, and the largest: rounded to the scores' dtype, in float64.
 
@@ -135,7 +125,8 @@ def _bounds(case: pc.Case, positive: torch.Tensor, negative: torch.Tensor) -> tu
     return value, low, high
 
 
-def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Ranking:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Interval:
+    """The place of a correctly rounded sigmoid, with the first and the last that rounding errors of the sigmoid allow."""
     parts = []
     rows = max(1, _CHUNK_BYTES // (case["negatives"] * FP64.itemsize))
     for q in group_members(case, rank):
@@ -143,10 +134,10 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Ranking:
         for first in range(0, len(positive), rows):
             parts.append(_bounds(case, positive[first : first + rows], negative[first : first + rows]))
     value, low, high = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Ranking(name="ranking", value=value, dtype=INT64, low=low, high=high)
+    return Interval(name="ranking", value=value, dtype=INT64, low=low, high=high)
 
 
-def compare(case: pc.Case, got: torch.Tensor, expected: Ranking, kind: str) -> list[pc.Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: Interval, kind: str) -> list[pc.Score]:
     """Every rank must lie between those that the sigmoid's rounding errors in float32 allow, before it is rounded to the scores' dtype.
 
     Nearly everywhere these are one number. In the public variant ties with the positive may count for either side.
@@ -218,9 +209,9 @@ def _by_sorting(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 
 def _other(context: pc.AnswerContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
     """What another rule gives, of sigmoids in the scores' dtype."""
-    chosen = group_members(context.case, context.rank) if members is None else members
+    chosen = context.members if members is None else members
     inputs = [tuple(x.to(FP32).sigmoid().to(context.case.dtype) for x in args[:2]) for args in context.inputs]
-    return fitted(_gathered(inputs, chosen, ranking), context.answer)
+    return fitted(_gathered(inputs, chosen, ranking), len(context.answer))
 
 
 def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -228,7 +219,7 @@ def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
 
 
 def _no_sigmoid(context: pc.AnswerContext) -> torch.Tensor:
-    return _gathered(context.inputs, group_members(context.case, context.rank), _standard)
+    return _gathered(context.inputs, context.members, _standard)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -316,7 +307,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("whole_world", "group ignored", lambda c: _other(c, _standard, c.ranks), ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_counting", _by_counting), pc.AlternativeSolution("by_sorting", _by_sorting)),
+    alternative_solutions=pc.alternatives(by_counting=_by_counting, by_sorting=_by_sorting),
     excused={
         "another_rank": "all ranks have the same answer",
         "eight_bits@small/open_ties_bf16/w8": "the tied scores keep their order in eight bits",

@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems.families.graph import fitted, per_rank
-
-INT32, INT64 = torch.int32, torch.int64
+from peerlane.problems.families.collective import FP16, FP32, INT32, INT64, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.graph import per_rank
 
 # How far a feature's number of values on a rank lies from its mean at most.
 _JITTER = 0.1
@@ -230,18 +228,17 @@ Answer = dict[str, torch.Tensor]
 
 
 def _spoilt(context: pc.AnswerContext, **options: Any) -> Answer:
-    members = group_members(context.case, context.rank)
-    return _answer(context.case, context.inputs, members, members.index(context.rank), **options)
+    return _answer(context.case, context.inputs, context.members, context.place, **options)
 
 
 def _no_communication(context: pc.AnswerContext) -> Answer:
     own = {"lengths": context.args[0], "values": context.args[1], "weights": context.args[5]}
-    return {name: fitted(own[name], tensor) if name in own else tensor.clone() for name, tensor in context.answer.items()}
+    return {name: fitted(own[name], len(tensor)) if name in own else tensor.clone() for name, tensor in context.answer.items()}
 
 
 def _strides_in_order(context: pc.AnswerContext) -> Answer:
     """Batch sizes in the order of sources in the data."""
-    order = source_order(len(group_members(context.case, context.rank)), context.args[7])
+    order = source_order(len(context.members), context.args[7])
     return {**context.answer, "stride_per_rank": context.answer["stride_per_rank"][order]}
 
 
@@ -346,7 +343,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("weights_unpermuted", "weights as they are received", _weights_unpermuted, _WEIGHTED),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_sorting", _by_sorting),),
+    alternative_solutions=pc.alternatives(by_sorting=_by_sorting),
     excused={
         **{
             f"{null}/{output}": _FROM_LAYOUT

@@ -158,8 +158,7 @@ def _with_halos(context: pc.AnswerContext, halos: Sequence[torch.Tensor]) -> tor
 
 def _tail(context: pc.AnswerContext, place: int, chunk: int) -> torch.Tensor:
     """The last k - 1 samples of a chunk (0 or 1) of the rank at a place of the group, counted around the ring."""
-    members = group_members(context.case, context.rank)
-    x: torch.Tensor = context.inputs[members[place % len(members)]][0].chunk(2, -1)[chunk]
+    x: torch.Tensor = context.inputs[context.members[place % len(context.members)]][0].chunk(2, -1)[chunk]
     return x[..., x.shape[-1] - context.case["taps"] + 1 :]
 
 
@@ -259,10 +258,7 @@ PROBLEM = pc.Problem(
         pc.wrong("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, _HALO),
         pc.wrong("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, ("small/offset_bf16",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("tap_by_tap_fp32", _fp32),
-        pc.AlternativeSolution("whole_sequence_fp32", _whole_sequence),
-    ),
+    alternative_solutions=pc.alternatives(tap_by_tap_fp32=_fp32, whole_sequence_fp32=_whole_sequence),
     process_groups=group_layout,
     notes=(
         "The public benchmark draws another weight on every rank, which no model has. Here it is replicated, so that a rank may compute "

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import group_layout, group_members, local_length
 from peerlane.problems.families.conv import from_zigzag, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
@@ -54,11 +54,6 @@ def reference(
     return (x1_seq * received.transpose(0, 1).reshape(batch, channels, local)).transpose(1, 2).contiguous()
 
 
-def _local_length(case: pc.Case, rank: int) -> int:
-    """``local`` positions per rank, or ``length`` in the whole sequence."""
-    return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
-
-
 def _groups(case: pc.Case, rank: int) -> int:
     """``groups`` filters, or ``groups_per_rank``."""
     return int(case["groups"] if "groups" in case.params else case["groups_per_rank"] * len(group_members(case, rank)))
@@ -79,7 +74,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     * ``slow``: values of N(1, 1), and filters that decay by e over their length and never change their sign
     * ``closed``: the outer gate is zero on the second half of the rank's positions
     """
-    pattern, local, groups, taps = case.params.get("pattern"), _local_length(case, rank), _groups(case, rank), _taps(case, rank)
+    pattern, local, groups, taps = case.params.get("pattern"), local_length(case, rank), _groups(case, rank), _taps(case, rank)
     shape = (case["batch"], groups * case["group_dim"], local)
     x1, x2 = draw.normal(shape, case.dtype), draw.normal(shape, case.dtype)
     v = draw.normal(shape, case.dtype, shift=1.0 if pattern == "slow" else 0.0)
@@ -180,7 +175,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     direction, the least of all. The transforms of z and y take 10 log2(2 S) operations a sample, a direct sum two a tap.
     """
     members = group_members(case, rank)
-    place, world, local, taps = members.index(rank), len(members), _local_length(case, rank), _taps(case, rank)
+    place, world, local, taps = members.index(rank), len(members), local_length(case, rank), _taps(case, rank)
     position = case["batch"] * _groups(case, rank) * case["group_dim"] * case.dtype.itemsize
     exchanged = pc.traffic.all_to_all(2 * position * local, world)
     peers = [peer for peer in range(world) if peer != place]
@@ -203,7 +198,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 def _four_step(case: pc.Case, rank: int) -> pc.Steps:
     """Real transforms of 2 S points in float32, 8 S bytes of spectrum a channel, in two passes each way; products are part of a pass."""
-    world, local, size = len(group_members(case, rank)), _local_length(case, rank), case.dtype.itemsize
+    world, local, size = len(group_members(case, rank)), local_length(case, rank), case.dtype.itemsize
     length, groups = world * local, _groups(case, rank) / world
     channels, spectrum = case["batch"] * groups * case["group_dim"], 8 * length
     moved = channels * length * size
@@ -250,24 +245,20 @@ def _fp32(
     return ((x1.to(FP32) * y) if outer_gate else y).to(case.dtype).transpose(1, 2)
 
 
-def _wrong(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
-    return _fp32(context.case, context.inputs, context.rank, **mistakes)
-
-
-def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
+def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> pc.Tree:
     """With zeros for the shards of ranks whose place in the group is not kept; ``kept`` has that place, and the rank's own."""
-    own = group_members(context.case, context.rank).index(context.rank)
-    return _wrong(context, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
+    own = context.place
+    return context.by(_fp32, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
 
 
-def _local_filter(context: pc.AnswerContext) -> torch.Tensor:
+def _local_filter(context: pc.AnswerContext) -> pc.Tree:
     """Filters cut to the length of a shard, as far as they are longer than that."""
     local = context.args[0].shape[-1]
-    return _wrong(context, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
+    return context.by(_fp32, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
 
 
-def _interleaved_channels(context: pc.AnswerContext) -> torch.Tensor:
-    return _wrong(context, filters=lambda h: h.repeat(context.case["group_dim"], 1))
+def _interleaved_channels(context: pc.AnswerContext) -> pc.Tree:
+    return context.by(_fp32, filters=lambda h: h.repeat(context.case["group_dim"], 1))
 
 
 def _small(label: str, dtype: torch.dtype, group_dim: int, local: int, **params: Any) -> pc.CaseSpec:
@@ -347,11 +338,11 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "layout_mistaken",
             "zigzag shards taken as contiguous, or the reverse",
-            lambda c: _wrong(c, zigzag=not c.case["zigzag"]),
+            lambda c: c.by(_fp32, zigzag=not c.case["zigzag"]),
             lambda c: c.params.get("local", 2) % 2 == 0,
         ),
         pc.wrong(
-            "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: _wrong(c, circular=True)
+            "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: c.by(_fp32, circular=True)
         ),
         pc.wrong(
             "filter_of_a_shard",
@@ -359,14 +350,13 @@ PROBLEM = pc.Problem(
             _local_filter,
             lambda c: "taps_per_rank" in c.params and c.params.get("pattern") not in ("delay", "closed"),
         ),
-        pc.wrong("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
-        pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
-        pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
+        pc.wrong("bias_ignored", "without conv_bias", lambda c: c.by(_fp32, use_bias=False)),
+        pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: c.by(_fp32, inner_gate=False)),
+        pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: c.by(_fp32, outer_gate=False)),
         pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("rounded_between", _fp32),
-        pc.AlternativeSolution("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
+    alternative_solutions=pc.alternatives(
+        rounded_between=_fp32, fp32_throughout=lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)
     ),
     process_groups=group_layout,
     notes=(

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, FP64, group_layout, group_members
 from peerlane.problems.families.vocab import vocabulary
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 # Bytes of float64 logits that the oracle holds at a time; it needs about three times as much.
 _CHUNK_BYTES = 2**29

@@ -5,9 +5,8 @@ import math
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, group_members
 from peerlane.problems.families.vocab import vocabulary, whole_vocabulary
-from peerlane.problems.p073_vocab_parallel_cross_entropy import FP32
 
 
 def _picked(logits: torch.Tensor, target: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -72,15 +71,14 @@ def _every_step_rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Te
 def _foreign_target_ignored(context: pc.AnswerContext) -> torch.Tensor:
     """The right partition sum, without the target's logit where another rank holds it."""
     logits, target = context.args[:2]
-    place = group_members(context.case, context.rank).index(context.rank)
-    own = target.div(logits.shape[-1], rounding_mode="floor") == place
-    whole = whole_vocabulary(context.inputs, group_members(context.case, context.rank))
+    own = target.div(logits.shape[-1], rounding_mode="floor") == context.place
+    whole = whole_vocabulary(context.inputs, context.members)
     return _dense(whole, target.where(own, -1)).to(context.case.dtype)
 
 
 def _sum_not_reduced(context: pc.AnswerContext) -> torch.Tensor:
     """The right maximum and target, but only the rank's own sum of exponentials."""
-    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, context.members), context.args[1]
     maximum = whole.amax(-1)
     total = torch.exp(context.args[0].to(FP32) - maximum.unsqueeze(-1)).sum(-1)
     predicted = _picked(whole, target) - maximum
@@ -89,7 +87,7 @@ def _sum_not_reduced(context: pc.AnswerContext) -> torch.Tensor:
 
 def _every_other_entry(context: pc.AnswerContext) -> torch.Tensor:
     """The right maximum and target, and twice the sum of every second exponential."""
-    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, context.members), context.args[1]
     maximum = whole.amax(-1)
     total = 2.0 * torch.exp(whole[..., ::2] - maximum.unsqueeze(-1)).sum(-1)
     predicted = _picked(whole, target) - maximum
@@ -97,14 +95,14 @@ def _every_other_entry(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
-    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, context.members), context.args[1]
     inside = (target >= 0) & (target < whole.shape[-1])
     return (whole.exp().sum(-1).log() - _picked(whole, target).where(inside, whole.amax(-1))).to(context.case.dtype)
 
 
 def _outside_counts_as(context: pc.AnswerContext, value: float | None) -> torch.Tensor:
     """The right answer but for targets out of range: ``value``, or the unshifted log-partition."""
-    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, context.members), context.args[1]
     outside = (target < 0) | (target >= whole.shape[-1])
     spoilt = torch.logsumexp(whole, -1) if value is None else torch.full(target.shape, value, device=target.device)
     return torch.where(outside, spoilt.to(context.case.dtype), context.answer)
@@ -136,8 +134,4 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("merged_shards_fp32", _merged_shards),
-    pc.AlternativeSolution("online_fp32", _online),
-    pc.AlternativeSolution("every_step_rounded", _every_step_rounded),
-)
+ALTERNATIVE_SOLUTIONS = pc.alternatives(merged_shards_fp32=_merged_shards, online_fp32=_online, every_step_rounded=_every_step_rounded)

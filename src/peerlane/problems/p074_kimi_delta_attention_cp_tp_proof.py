@@ -65,23 +65,18 @@ def _bias_ignored(context: pc.AnswerContext) -> torch.Tensor:
     return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
 
 
-# Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
-_FORGETFUL = ("repeated", "fast")
-
-_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
-
 # Where a sequence has three ranks or more, and their states are remembered.
 _FAR = pc.where(lambda c: c.world_size > 2 and (c.params.get("pattern") == "carried" or "length" in c.params))
 
 _SUMMED = ("small/summed_bf16", "small/summed_fp32", "pkb/bf16/w4", "pkb/bf16/w8", "production_kimi_linear_tp2/bf16")
 
 KNOWN_WRONG_ANSWERS = (
-    pc.wrong("no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), _CHECKSUMMING),
+    pc.wrong("no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), delta.remembers),
     pc.wrong(
         "drop_first_rank",
         "the sequence without the first rank's tokens",
         lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[1:] or [rank]),
-        _CHECKSUMMING,
+        delta.remembers,
     ),
     pc.wrong(
         "previous_rank_only",
@@ -103,9 +98,11 @@ KNOWN_WRONG_ANSWERS = (
         "one_decay",
         "the mean decay of a head's channels, as in Gated DeltaNet",
         lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
-        lambda c: c.params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in c.params,
+        lambda c: delta.remembers(c) and c.params.get("pattern") not in ("carried", "zeros") and "tp" not in c.params,
     ),
-    pc.wrong("dt_bias_ignored", "decay without dt_bias", _bias_ignored, lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL)),
+    pc.wrong(
+        "dt_bias_ignored", "decay without dt_bias", _bias_ignored, lambda c: delta.remembers(c) and c.params.get("pattern") != "carried"
+    ),
     pc.wrong(
         "beta_as_given", "without the sigmoid", lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6)))
     ),
@@ -116,7 +113,6 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
-    pc.AlternativeSolution("tensor_cores", _tensor_cores),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    recurrent_fp32=lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent), tensor_cores=_tensor_cores
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import delta
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.collective import group_layout, group_members, local_length
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # The smallest norm that queries and keys are divided by.
@@ -56,11 +56,6 @@ def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: to
     return delta.Tokens(q * q.shape[-1] ** -0.5, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
 
 
-def _local_length(case: pc.Case, rank: int) -> int:
-    """``local`` tokens per rank, or ``length`` in the whole sequence."""
-    return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
-
-
 def _heads(case: pc.Case, rank: int) -> tuple[int, int]:
     """Query and value heads: ``heads`` rounded up to a multiple of the group's size, and ``ratio`` times as many."""
     ranks = len(group_members(case, rank))
@@ -85,7 +80,7 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     * ``extreme``: gates are 30 or -30
     * ``fast``: gates are 30 and a_log is 1: decay by e^-80 a token
     """
-    pattern, (heads, value_heads), local = case.params.get("pattern"), _heads(case, rank), _local_length(case, rank)
+    pattern, (heads, value_heads), local = case.params.get("pattern"), _heads(case, rank), local_length(case, rank)
     members = group_members(case, rank)
     place, tokens = members.index(rank), (case["batch"], local)
     q, k = (draw.normal((*tokens, heads, case["key_depth"]), case.dtype) for _ in "qk")
@@ -134,7 +129,7 @@ def _tokens(case: pc.Case, inputs: pc.Inputs, ranks: Sequence[int], work: torch.
 def _until(case: pc.Case, rank: int) -> tuple[list[int], int, int]:
     """The ranks whose tokens the rank's outputs depend on, and the range of its own tokens."""
     members = group_members(case, rank)
-    place, local = members.index(rank), _local_length(case, rank)
+    place, local = members.index(rank), local_length(case, rank)
     return list(members[: place + 1]), place * local, (place + 1) * local
 
 
@@ -161,7 +156,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     Per token and head the state is read by the key and by the query, and written: 6 K V operations; a sequence of S tokens can do without
     a state for 2 S (K + V).
     """
-    members, (heads, value_heads), local = group_members(case, rank), _heads(case, rank), _local_length(case, rank)
+    members, (heads, value_heads), local = group_members(case, rank), _heads(case, rank), local_length(case, rank)
     place, ranks, size = members.index(rank), len(members), case.dtype.itemsize
     key_depth, value_depth = case["key_depth"], case["value_depth"]
     tokens = case["batch"] * local
@@ -180,7 +175,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 def _chunked(case: pc.Case, rank: int) -> pc.Steps:
     states, ranks = case["batch"] * _heads(case, rank)[1], len(group_members(case, rank))
     depths = case["key_depth"], case["value_depth"]
-    return delta.chunked_steps(states, states * _local_length(case, rank), cost(case, rank).hbm_bytes, ranks, depths, case.dtype)
+    return delta.chunked_steps(states, states * local_length(case, rank), cost(case, rank).hbm_bytes, ranks, depths, case.dtype)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:

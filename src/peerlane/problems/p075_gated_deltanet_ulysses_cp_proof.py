@@ -8,10 +8,10 @@ import torch
 from peerlane.problems import contract as pc
 from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families import delta
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import group_members, local_length
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FP32
-from peerlane.problems.p075_gated_deltanet_ulysses_cp import _heads, _local_length, _tokens, _until
+from peerlane.problems.p075_gated_deltanet_ulysses_cp import _heads, _tokens, _until
 
 
 def _returned(case: pc.Case, o: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _mistaken(
 
 def _sequence_of(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """As if the sequence were these ranks' shards, the last of which is the rank's own."""
-    local = _local_length(context.case, context.rank)
+    local = local_length(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)(slice(0, len(ranks) * local))
     return _returned(context.case, delta.recurrence(tokens)[..., (len(ranks) - 1) * local :, :])
 
@@ -76,18 +76,13 @@ def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
     return _mistaken(context, change)
 
 
-# Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
-_FORGETFUL = ("repeated", "fast")
-
-_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
-
 KNOWN_WRONG_ANSWERS = (
     pc.wrong("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
     pc.wrong(
         "drop_first_rank",
         "the sequence without the first rank's tokens",
         lambda c: _sequence_of(c, _until(c.case, c.rank)[0][1:] or [c.rank]),
-        _CHECKSUMMING,
+        delta.remembers,
     ),
     pc.wrong(
         "linear_attention",
@@ -115,7 +110,7 @@ KNOWN_WRONG_ANSWERS = (
         "own_parameters",
         "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
         lambda c: _recurrent(c.case, [(*args[:5], *c.args[5:7], *args[7:]) for args in c.inputs], c.rank),
-        lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in c.params,
+        lambda c: delta.remembers(c) and c.params.get("pattern") != "carried" and "group" not in c.params,
     ),
     pc.wrong(
         "whole_world",
@@ -125,4 +120,4 @@ KNOWN_WRONG_ANSWERS = (
     ),
 )
 
-ALTERNATIVE_SOLUTIONS = (pc.AlternativeSolution("recurrent_fp32", _recurrent), pc.AlternativeSolution("tensor_cores", _tensor_cores))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(recurrent_fp32=_recurrent, tensor_cores=_tensor_cores)

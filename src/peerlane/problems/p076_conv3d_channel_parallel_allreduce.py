@@ -204,20 +204,16 @@ def _int8_operands(context: pc.AnswerContext) -> torch.Tensor:
         (x.view(*args[0].movedim(1, -1).shape).movedim(-1, 1), weight, *args[2:])
         for (x, weight), args in zip(coded, context.inputs, strict=True)
     ]
-    return _sum(context.case, inputs, _members(context))
+    return _sum(context.case, inputs, context.members)
 
 
 def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
-    case, ranks = context.case, _members(context)
+    case, ranks = context.case, context.members
     sums = [eight_bits(_partial(case, context.inputs[q]).to(case.dtype)).to(FP32) for q in ranks]
     total = torch.stack(sums).sum(0)
     if (bias := context.args[2]) is not None:
         total += bias.to(FP32).view(-1, 1, 1, 1)
     return total.to(case.dtype)
-
-
-def _members(context: pc.AnswerContext) -> Sequence[int]:
-    return group_members(context.case, context.rank)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -284,10 +280,8 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), _BIASED),
-        pc.wrong(
-            "bias_from_every_rank", "the bias W times", lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))), _BIASED
-        ),
+        pc.wrong("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, c.members, biases=0), _BIASED),
+        pc.wrong("bias_from_every_rank", "the bias W times", lambda c: _sum(c.case, c.inputs, c.members, biases=len(c.members)), _BIASED),
         pc.wrong(
             "eight_bits",
             "partial sums are sent in 8-bit integers with a scale for every 32 neighbours",
@@ -300,11 +294,10 @@ PROBLEM = pc.Problem(
             _int8_operands,
             lambda c: "channels" in c.params,
         ),
-        pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
+        pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, c.members, flipped=True)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
-        pc.AlternativeSolution("sequential_in_dtype", _in_dtype),
+    alternative_solutions=pc.alternatives(
+        fp32_sum=lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank)), sequential_in_dtype=_in_dtype
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, softmax_tolerance
-from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.attention import softmax_tolerance
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, group_size
 
 
 def reference(
@@ -66,16 +66,12 @@ def reference(
     return torch.cat(results)
 
 
-def _ranks(case: pc.Case) -> int:
-    return len(group_members(case, 0))
-
-
 def _sizes(case: pc.Case) -> tuple[int, int, int]:
     """R, tokens of a rank per range, and the keys of a range. ``case``: ``clip`` = (a, b) stands for a W + b keys, and rows to hold them.
 
     Without ``clip`` there is ``rows``, the tokens of a rank per range, and no padding.
     """
-    ranks = _ranks(case)
+    ranks = group_size(case)
     if "clip" not in case.params:
         return case["ranges"], case["rows"], ranks * case["rows"]
     per_rank, rest = case["clip"]
@@ -85,7 +81,7 @@ def _sizes(case: pc.Case) -> tuple[int, int, int]:
 
 def _heads(case: pc.Case) -> tuple[int, int]:
     """Query and key heads. ``case``: ``heads`` and ``kv_heads``, or these ``_per_rank``."""
-    ranks = _ranks(case)
+    ranks = group_size(case)
     heads, kv_heads = (case[name] if name in case.params else case[f"{name}_per_rank"] * ranks for name in ("heads", "kv_heads"))
     return heads, kv_heads
 
@@ -170,7 +166,7 @@ def _used_keys(case: pc.Case) -> list[int]:
 
     return [
         sum(overlap(i * clip + min(place * rows, clip), i * clip + min((place + 1) * rows, clip)) for i in range(count))
-        for place in range(_ranks(case))
+        for place in range(group_size(case))
     ]
 
 

@@ -7,9 +7,8 @@ import torch
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import FP32
-from peerlane.problems.families.collective import group_members
-from peerlane.problems.p077_range_shuffled_async_attention import _assembled, _heads, _ranges, _ranks, _sizes
+from peerlane.problems.families.collective import FP32, group_members, group_size
+from peerlane.problems.p077_range_shuffled_async_attention import _assembled, _heads, _ranges, _sizes
 
 
 def _attend(
@@ -52,7 +51,7 @@ def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]
     """A wrong answer: other keys for the ranges of queries."""
 
     def answer(context: pc.AnswerContext) -> torch.Tensor:
-        keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+        keys, values = _assembled(context.case, context.inputs, context.members, _sizes(context.case)[2])
         return _attend(context.case, context.args[0], keys, values, ranges(context))
 
     return answer
@@ -60,43 +59,40 @@ def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]
 
 def _rank_major(context: pc.AnswerContext) -> torch.Tensor:
     """All of the first rank's keys first, then all of the second's."""
-    case, (count, _, clip) = context.case, _sizes(context.case)
-    members = group_members(case, context.rank)
-    whole = torch.cat([context.inputs[q][1] for q in members])[: count * clip]
+    count, _, clip = _sizes(context.case)
+    whole = torch.cat([context.inputs[q][1] for q in context.members])[: count * clip]
     keys, values = whole.unsqueeze(0).chunk(2, dim=-1)
-    return _attend(case, context.args[0], keys, values, _ranges(context.args))
+    return _attend(context.case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_kept(context: pc.AnswerContext) -> torch.Tensor:
-    case, (_, rows, _) = context.case, _sizes(context.case)
-    members = group_members(case, context.rank)
-    keys, values = _assembled(case, context.inputs, members, len(members) * rows)
-    return _attend(case, context.args[0], keys, values, _ranges(context.args))
+    _, rows, _ = _sizes(context.case)
+    keys, values = _assembled(context.case, context.inputs, context.members, len(context.members) * rows)
+    return _attend(context.case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_dropped(context: pc.AnswerContext) -> torch.Tensor:
-    (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
-    real = min(max(clip - members.index(context.rank) * rows, 0), rows)
+    count, rows, clip = _sizes(context.case)
+    real = min(max(clip - context.place * rows, 0), rows)
     result: torch.Tensor = context.answer.clone()
     result.view(count, rows, -1)[:, real:] = 0.0
     return result
 
 
 def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
-    keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+    keys, values = _assembled(context.case, context.inputs, context.members, _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
     index = torch.arange(heads, device=device) % kv_heads
     return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))
 
 
-def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
-    result: torch.Tensor = context.answer
-    return result.roll(_sizes(context.case)[1], dims=0)
+def _ranges_rotated(context: pc.AnswerContext) -> pc.Tree:
+    return context.answer.roll(_sizes(context.case)[1], dims=0)
 
 
 def _padded(case: pc.Case) -> bool:
     _, rows, clip = _sizes(case)
-    return _ranks(case) * rows > clip
+    return group_size(case) * rows > clip
 
 
 KNOWN_WRONG_ANSWERS = (
@@ -134,12 +130,9 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, _padded),
     pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, lambda c: _heads(c)[1] > 1),
     pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, lambda c: c["ranges"] > 1),
-    pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
+    pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: c.by(_answer, scale=1.0)),
 )
 
-ALTERNATIVE_SOLUTIONS = (
-    pc.AlternativeSolution("dense_fp32", _answer),
-    pc.AlternativeSolution(
-        "rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
-    ),
+ALTERNATIVE_SOLUTIONS = pc.alternatives(
+    dense_fp32=_answer, rounded_probabilities_by_block=lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
 )

@@ -176,24 +176,21 @@ def _faded_by(context: pc.AnswerContext, fade: Callable[..., torch.Tensor]) -> t
 
 
 def _dealt_by_place(context: pc.AnswerContext) -> torch.Tensor:
-    tiles, members = tiling_of(context.case).tiles, group_members(context.case, context.rank)
-    return _rounding(context.case, context.inputs, context.rank, lambda tile: members[tiles.index(tile) % len(members)])
+    tiles = tiling_of(context.case).tiles
+    return _rounding(context.case, context.inputs, context.rank, lambda tile: context.members[tiles.index(tile) % len(context.members)])
 
 
 def _last_rank_forgotten(context: pc.AnswerContext) -> torch.Tensor:
-    case, members = context.case, group_members(context.case, context.rank)
-    owners, tiles = tiling_of(case).owners(len(members)), _rounded_tiles(case, context.inputs, context.rank)
+    tiling, tiles = tiling_of(context.case), _rounded_tiles(context.case, context.inputs, context.rank)
+    owners = tiling.owners(len(context.members))
     last = max(owners.values())
-    return tiling_of(case).assembled(
-        {tile: pixels.zero_() if owners[tile] == last else pixels for tile, pixels in tiles.items()}, fade_rounding
-    )
+    return tiling.assembled({tile: pixels.zero_() if owners[tile] == last else pixels for tile, pixels in tiles.items()}, fade_rounding)
 
 
 def _resampled(context: pc.AnswerContext, mode: str, **options: bool) -> torch.Tensor:
-    members, tiling = group_members(context.case, context.rank), tiling_of(context.case)
-    tiles = {}
-    for tile, owner in tiling.owners(len(members)).items():
-        latents = three_channels(cut(context.inputs[members[owner]][0], tiling.latents(tile))).to(FP32)
+    tiling, tiles = tiling_of(context.case), {}
+    for tile, owner in tiling.owners(len(context.members)).items():
+        latents = three_channels(cut(context.inputs[context.members[owner]][0], tiling.latents(tile))).to(FP32)
         tiles[tile] = F.interpolate(latents, size=list(tiling.pixels(tile)), mode=mode, **options).to(BF16)
     return tiling.assembled(tiles, fade_rounding)
 
@@ -317,7 +314,7 @@ PROBLEM = pc.Problem(
             ("small/all_axes_fp32",),
         ),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _fp32), pc.AlternativeSolution("rounded_blending", _rounding)),
+    alternative_solutions=pc.alternatives(fp32_rounded_once=_fp32, rounded_blending=_rounding),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, all_gather_single, group_layout, group_members
 from peerlane.problems.families.multisets import by_label, counterpart
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # From how many neighbours on some queries have nearly all of theirs on one rank.
 _MANY = 16
@@ -357,7 +355,7 @@ def _rounded_halves(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.
 
 def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every shard three quarters of k on two ranks, and half of k on more."""
-    case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
+    case, members, query = context.case, context.members, context.args[0].to(FP32)
     most = -(-case["k"] * 3 // 4) if len(members) == 2 else -(-case["k"] // 2)
     best = [(query @ context.inputs[q][1].to(FP32)).topk(most, dim=1) for q in members]
     labels = torch.cat([context.inputs[q][2].flatten()[each.indices] for q, each in zip(members, best, strict=True)], dim=1)
@@ -365,15 +363,14 @@ def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tens
     return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
 
 
-def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_neighbour_repeated(context: pc.AnswerContext) -> pc.Tree:
     """The nearest row twice, at the expense of the k-th."""
-    similarities, labels = (torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
-    return similarities, labels
+    return tuple(torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
 
 
 def _row_indices(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and numbers of rows instead of their labels."""
-    train = torch.cat([context.inputs[q][1] for q in group_members(context.case, context.rank)], dim=1).to(FP32)
+    train = torch.cat([context.inputs[q][1] for q in context.members], dim=1).to(FP32)
     return context.answer[0], (context.args[0].to(FP32) @ train).topk(context.case["k"], dim=1).indices
 
 
@@ -464,11 +461,8 @@ PROBLEM = pc.Problem(
         pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
         pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("flat_fp32", _flat),
-        pc.AlternativeSolution("hierarchical_rounded", _hierarchical),
-        pc.AlternativeSolution("split_depth_fp32", _split_depth),
-        pc.AlternativeSolution("rounded_halves", _rounded_halves),
+    alternative_solutions=pc.alternatives(
+        flat_fp32=_flat, hierarchical_rounded=_hierarchical, split_depth_fp32=_split_depth, rounded_halves=_rounded_halves
     ),
     process_groups=group_layout,
     graph=False,

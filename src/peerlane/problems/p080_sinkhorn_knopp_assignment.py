@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout, group_members
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, group_layout, group_members
 
 # Bytes of float64 exponentials that the oracle holds at a time.
 _CHUNK_BYTES = 2**30
@@ -138,10 +136,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-Arguments = pc.Inputs
-
-
-def _iterated(case: pc.Case, inputs: Arguments, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
+def _iterated(case: pc.Case, inputs: pc.Inputs, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
     """The rank's assignment by scaling vectors in float32, with sums over the members' samples; for one iteration or more."""
     logits = [inputs[q][0].to(FP32) / temp for q in members]
     largest = torch.stack([block.amax() for block in logits if block.numel()]).amax()
@@ -154,7 +149,7 @@ def _iterated(case: pc.Case, inputs: Arguments, rank: int, members: Sequence[int
     return e[own] * u * v[own]
 
 
-def _unbalanced(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _unbalanced(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """N E / sum(E), the answer without iterations."""
     members = group_members(case, rank)
     e = [torch.exp(inputs[q][0].to(FP32) / case["temp"]) for q in members]
@@ -162,13 +157,13 @@ def _unbalanced(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return e[members.index(rank)] * (torch.stack([inputs[q][2] for q in members]).sum() / mass)
 
 
-def _scaling_vectors(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _scaling_vectors(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)
     return _iterated(case, inputs, rank, group_members(case, rank), iterations=case["iterations"], temp=case["temp"])
 
 
-def _logarithmic(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _logarithmic(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Potentials instead of scaling vectors: every sum a log-sum-exp."""
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)
@@ -196,24 +191,20 @@ def _wrong(*, members: Callable[[pc.AnswerContext], Sequence[int]] | None = None
     return answer
 
 
-def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
+def _prototypes_last(context: pc.AnswerContext) -> pc.Tree:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
-    members = group_members(context.case, context.rank)
-    samples = sum(context.answers[q].shape[0] for q in members)
-    total = torch.stack([context.answers[q].sum(0) for q in members]).sum(0)
-    balanced: torch.Tensor = context.answer * (samples / context.case["prototypes"] / total)
-    return balanced
+    samples = sum(context.answers[q].shape[0] for q in context.members)
+    total = torch.stack([context.answers[q].sum(0) for q in context.members]).sum(0)
+    return context.answer * (samples / context.case["prototypes"] / total)
 
 
-def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -> Callable[[pc.AnswerContext], pc.Tree]:
     """The answer without iterations, with another number of samples."""
 
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        members = group_members(context.case, context.rank)
-        right = torch.stack([context.inputs[q][2] for q in members]).sum()
-        wrong = sum(samples(context, q) for q in members)
-        scaled: torch.Tensor = context.answer * (wrong / right)
-        return scaled
+    def answer(context: pc.AnswerContext) -> pc.Tree:
+        right = torch.stack([context.inputs[q][2] for q in context.members]).sum()
+        wrong = sum(samples(context, q) for q in context.members)
+        return context.answer * (wrong / right)
 
     return answer
 
@@ -295,10 +286,7 @@ PROBLEM = pc.Problem(
         pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
         pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),
-        pc.AlternativeSolution("logarithmic_fp32", _logarithmic),
-    ),
+    alternative_solutions=pc.alternatives(scaling_vectors_fp32=_scaling_vectors, logarithmic_fp32=_logarithmic),
     process_groups=group_layout,
     notes=(
         "The public benchmark's logits are so close together that every entry is 6e-5 within a factor of two, below its absolute "

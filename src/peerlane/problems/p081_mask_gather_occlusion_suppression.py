@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, neighbours
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, neighbours
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -293,7 +291,7 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
     """The answer by a wrong rule: arguments of :func:`suppressed` that differ."""
 
     def answer(context: pc.AnswerContext) -> Outputs:
-        masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+        masks, scores = _gathered(context.inputs, context.members)
         _, _, _, times, threshold, reverse, _ = context.args
         return _answer(masks, scores, suppressed(masks, times, **{"threshold": threshold, "reverse": reverse, **changes}))
 
@@ -301,8 +299,7 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
 
 
 def _own_objects_only(context: pc.AnswerContext) -> Outputs:
-    members = group_members(context.case, context.rank)
-    masks, scores = _gathered(context.inputs, members)
+    masks, scores = _gathered(context.inputs, context.members)
     _, _, counts, times, threshold, reverse, _ = context.args
     parts = zip(torch.split(masks, counts), torch.split(times, counts), strict=True)
     return _answer(masks, scores, torch.cat([suppressed(m, t, threshold=threshold, reverse=reverse) for m, t in parts]))
@@ -310,7 +307,7 @@ def _own_objects_only(context: pc.AnswerContext) -> Outputs:
 
 def _one_after_the_other(context: pc.AnswerContext) -> Outputs:
     """Objects that are suppressed already suppress no other: those that lose to nobody come first."""
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     _, _, _, times, threshold, reverse, _ = context.args
     order = times.argsort(descending=reverse, stable=True)
     gone = torch.zeros_like(times, dtype=torch.bool)
@@ -322,12 +319,12 @@ def _one_after_the_other(context: pc.AnswerContext) -> Outputs:
 
 
 def _nobody_suppressed(context: pc.AnswerContext) -> Outputs:
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     return masks, scores, torch.zeros_like(context.answer[2])
 
 
 def _not_blanked(context: pc.AnswerContext) -> Outputs:
-    masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
+    masks, scores = _gathered(context.inputs, context.members)
     return masks, scores, context.answer[2]
 
 
@@ -432,7 +429,7 @@ PROBLEM = pc.Problem(
         pc.wrong("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, ("small/chain_fp32",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(pc.AlternativeSolution("counted_in_integers", _by_counting),),
+    alternative_solutions=pc.alternatives(counted_in_integers=_by_counting),
     excused={
         **{f"previous/suppress@{name}": _FEW for name in _FEW_OBJECTS},
         "another_rank": "all ranks have the same answer",

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_layout
-from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability, token_sweep
+from peerlane.problems.families.collective import BF16, FP32, group_layout
+from peerlane.problems.families.vocab import arguments, filter_variants, filtered_log_probability, token_sweep
 from peerlane.problems.families.vocab_logprob import compare, cost, log_probability_answer, log_probability_wrong_answers, oracle
 
 
@@ -112,8 +112,6 @@ PROBLEM = pc.Problem(
         idle_top_k=_IDLE_TOP_K,
         idle_top_p=("disabled_bf16",),
         ties=("small/tied_top_k_fp32", "small/tied_both_bf16", "small/equal_both_bf16"),
-        one_rank=("small/wide_top_k_bf16",),
-        grouped=("small/strided_group_bf16",),
     ),
     alternative_solutions=filter_variants(log_probability_answer),
     excused={

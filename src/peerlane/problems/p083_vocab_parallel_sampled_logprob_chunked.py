@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import vocab, vocab_logprob
-from peerlane.problems.families.collective import group_layout
-from peerlane.problems.families.vocab import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, group_layout
 
 
 def reference(
@@ -130,8 +129,6 @@ PROBLEM = pc.Problem(
             idle_top_k=("disabled_fp32", "one_hot_both_bf16"),
             idle_top_p=("disabled_fp32",),
             ties=("small/tied_both_bf16",),
-            one_rank=("small/wide_top_k_bf16",),
-            grouped=("small/strided_group_bf16",),
         ),
         pc.wrong("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
         pc.wrong("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, _MIXED),

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems.families.graph import fine_uniform, fitted
+from peerlane.problems.families.collective import BF16, FP16, FP32, FP64, all_gather_single, fitted, group_layout, group_members
+from peerlane.problems.families.graph import fine_uniform
 
-FP64 = torch.float64
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Samples that every rank takes of its sorted shard, per rank of the group.
@@ -191,26 +190,20 @@ def _by_merging(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
 
 
 def _whole(context: pc.AnswerContext) -> torch.Tensor:
-    return torch.cat([context.inputs[q][0] for q in group_members(context.case, context.rank)])
+    return torch.cat([context.inputs[q][0] for q in context.members])
 
 
 def _unbalanced(context: pc.AnswerContext) -> torch.Tensor:
     """What starts where the rank's share would start if it had as many as it was given."""
-    members = group_members(context.case, context.rank)
-    first = sum(len(context.inputs[q][0]) for q in members[: members.index(context.rank)])
-    return fitted(_whole(context).sort().values[first:], context.answer)
+    first = sum(len(context.inputs[q][0]) for q in context.members[: context.place])
+    return fitted(_whole(context).sort().values[first:], len(context.answer))
 
 
 def _remainder_last(context: pc.AnswerContext) -> torch.Tensor:
     """The remainder's elements given to the last ranks: every part but the first starts too early."""
-    members, whole = group_members(context.case, context.rank), _whole(context).sort().values
-    sizes = balanced(len(whole), len(members))[::-1]
-    first = sum(sizes[: members.index(context.rank)])
-    return fitted(whole[first:], context.answer)
-
-
-def _other_order(context: pc.AnswerContext, values: torch.Tensor) -> torch.Tensor:
-    return _parts(values, context.case, context.rank)
+    whole = _whole(context).sort().values
+    first = sum(balanced(len(whole), len(context.members))[::-1][: context.place])
+    return fitted(whole[first:], len(context.answer))
 
 
 def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
@@ -218,7 +211,7 @@ def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
     whole = _whole(context).sort().values
     differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
     differs[1:] = sort_keys(whole).diff() != 0
-    return _other_order(context, fitted(whole[differs], whole))
+    return _parts(fitted(whole[differs], len(whole)), context.case, context.rank)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -264,10 +257,7 @@ PRESETS = (
 _UNEVEN = ("small/uneven_fp32", "small/uneven_fp64", "small/sorted_fp32", "small/special_fp32", "small/hot_fp32")
 _VARIED = (
     *_UNEVEN,
-    "small/uneven_fp16",
-    "small/reversed_bf16",
-    "small/few_values_bf16",
-    "small/strided_group_fp32",
+    *pc.small_cases("uneven_fp16", "reversed_bf16", "few_values_bf16", "strided_group_fp32"),
     "pkb/bf16",
     "pkb/normal_bf16",
 )
@@ -298,12 +288,15 @@ PROBLEM = pc.Problem(
         pc.wrong("unbalanced", "parts as long as the shards are", _unbalanced, _UNEVEN),
         pc.wrong("remainder_last", "the remainder with the last ranks", _remainder_last, tuple(f"{name}/w4" for name in _UNEVEN[:3])),
         pc.wrong(
-            "unsorted", "shards one after the other", lambda c: _other_order(c, _whole(c)), tuple(x for x in _VARIED if "sorted" not in x)
+            "unsorted",
+            "shards one after the other",
+            lambda c: _parts(_whole(c), c.case, c.rank),
+            tuple(x for x in _VARIED if "sorted" not in x),
         ),
-        pc.wrong("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), _VARIED),
+        pc.wrong("descending", "the largest first", lambda c: _parts(_whole(c).sort(descending=True).values, c.case, c.rank), _VARIED),
         pc.wrong("without_duplicates", "equal elements once", _without_duplicates, ("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")),
     ),
-    alternative_solutions=(pc.AlternativeSolution("by_keys", _by_keys), pc.AlternativeSolution("by_merging", _by_merging)),
+    alternative_solutions=pc.alternatives(by_keys=_by_keys, by_merging=_by_merging),
     excused={
         **pc.any_order("a sorted sequence does not depend on the order of its parts"),
         "another_rank@small/equal_fp32": _EQUAL,

@@ -184,10 +184,6 @@ def _gram_recursion(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor
     return (shard if case["partition_dim"] == 1 else shard.t()).to(case.dtype)
 
 
-def _mistaken(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
-    return _whole_fp32(context.case, context.inputs, context.rank, **mistakes)
-
-
 def _local_grams(context: pc.AnswerContext) -> torch.Tensor:
     """Divided by the norm of the whole matrix, then without communication."""
     case = context.case
@@ -286,18 +282,18 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, _NOT_TINY),
-        pc.wrong("local_norm", "divided by the norm of the rank's shard", lambda c: _mistaken(c, norm_of=[c.rank]), _NOT_TINY),
-        pc.wrong("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
+        pc.wrong("local_norm", "divided by the norm of the rank's shard", lambda c: c.by(_whole_fp32, norm_of=[c.rank]), _NOT_TINY),
+        pc.wrong("only_normalised", "no iterations", lambda c: c.by(_whole_fp32, steps=0)),
         pc.wrong(
             "a_step_short",
             "one step less (the last of Polar Express changes nothing any more)",
-            lambda c: _mistaken(c, steps=c.case["steps"] - 1),
+            lambda c: c.by(_whole_fp32, steps=c.case["steps"] - 1),
             lambda c: c["coefficients"] != "polar_express",
         ),
         pc.wrong(
             "other_coefficients",
             "the one triple of 'simple', or of 'aol' for 'simple'",
-            lambda c: _mistaken(c, coefficients="aol" if c.case["coefficients"] == "simple" else "simple"),
+            lambda c: c.by(_whole_fp32, coefficients="aol" if c.case["coefficients"] == "simple" else "simple"),
         ),
         pc.wrong("first_triple", "the first triple in all steps", _first_triple, lambda c: c["coefficients"] != "simple"),
         pc.wrong(
@@ -306,12 +302,9 @@ PROBLEM = pc.Problem(
             _exactly_orthogonal,
             ("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
-        pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
+        pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: c.by(_whole_fp32, floor=0.0), ("small/tiny_fp32",)),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("whole_fp32", _whole_fp32),
-        pc.AlternativeSolution("gram_recursion_fp32", _gram_recursion),
-    ),
+    alternative_solutions=pc.alternatives(whole_fp32=_whole_fp32, gram_recursion_fp32=_gram_recursion),
     process_groups=group_layout,
     notes=(
         "The public benchmark accepts an absolute error of 0.01 where entries are 0.035 in size. Here the error is relative, and strict "

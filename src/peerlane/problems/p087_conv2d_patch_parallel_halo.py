@@ -133,8 +133,8 @@ def _fp32(case: pc.Case, padded: torch.Tensor, args: tuple[Any, ...], *, flipped
     return result.to(case.dtype)
 
 
-def _single(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    return _fp32(case, _padded(case, inputs, rank), inputs[rank])
+def _single(case: pc.Case, inputs: pc.Inputs, rank: int, **mistakes: bool) -> torch.Tensor:
+    return _fp32(case, _padded(case, inputs, rank), inputs[rank], **mistakes)
 
 
 def _late_bias(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
@@ -152,13 +152,8 @@ def _with_halos(context: pc.AnswerContext, above: torch.Tensor, below: torch.Ten
 
 def _rows(context: pc.AnswerContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
     """Border rows of the rank at a distance in the group; ``around``: the first and the last rank are neighbours."""
-    members = group_members(context.case, context.rank)
-    place = members.index(context.rank) + distance
-    return _rows_from(context.case, context.inputs, context.rank, place % len(members) if around else place, side)
-
-
-def _wrong_stripe(context: pc.AnswerContext, **mistakes: bool) -> torch.Tensor:
-    return _fp32(context.case, _padded(context.case, context.inputs, context.rank), context.args, **mistakes)
+    place = context.place + distance
+    return _rows_from(context.case, context.inputs, context.rank, place % len(context.members) if around else place, side)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -260,11 +255,11 @@ PROBLEM = pc.Problem(
             lambda c: _HALO(c) and c.params.get("stride", 1) == 1,
         ),
         pc.wrong(
-            "kernel_flipped", "a convolution instead of a correlation", lambda c: _wrong_stripe(c, flipped=True), lambda c: c["kernel"] >= 2
+            "kernel_flipped", "a convolution instead of a correlation", lambda c: c.by(_single, flipped=True), lambda c: c["kernel"] >= 2
         ),
-        pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
+        pc.wrong("bias_ignored", "without bias", lambda c: c.by(_single, biased=False), pc.except_for("five_no_bias_fp32")),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _single), pc.AlternativeSolution("bias_after_rounding", _late_bias)),
+    alternative_solutions=pc.alternatives(fp32_rounded_once=_single, bias_after_rounding=_late_bias),
     process_groups=group_layout,
     notes=(
         "The public benchmark draws another weight and bias on every rank, unscaled. Here they are replicated and outputs of order one.",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from peerlane.problems.contract.spec import Cost
+from peerlane.problems.contract.cost import Cost
 from peerlane.problems.contract.tree import Tree, leaves
 
 

@@ -1,11 +1,11 @@
-"""Makes known wrong answers, so that a problem's file says each of them in a line; and lists those that a problem must reject."""
+"""Makes known wrong answers and alternative solutions, so that a problem's file says each in a line; and lists those to be rejected."""
 
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from peerlane.problems.contract.faults import TRANSPORT_FAULTS
-from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Preset, Problem, Where
+from peerlane.problems.contract.spec import AlternativeSolution, AnswerContext, Case, Inputs, KnownWrongAnswer, Preset, Problem, Where
 from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
 from peerlane.problems.contract.tree import Tree
 
@@ -13,6 +13,11 @@ from peerlane.problems.contract.tree import Tree
 def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: Where | None = None) -> KnownWrongAnswer:
     """A :class:`KnownWrongAnswer`; ``cases``: all, those named, or those that pass a test."""
     return KnownWrongAnswer(name, why, answer, cases)
+
+
+def alternatives(**answers: Callable[[Case, Inputs, int], Tree]) -> tuple[AlternativeSolution, ...]:
+    """Other right ways to compute the answer, by their names; see :class:`AlternativeSolution`."""
+    return tuple(AlternativeSolution(name, answer) for name, answer in answers.items())
 
 
 def where(test: Callable[[Case], bool]) -> Callable[[Case], bool]:
@@ -23,6 +28,11 @@ def where(test: Callable[[Case], bool]) -> Callable[[Case], bool]:
 def except_for(*names: str) -> Callable[[Case], bool]:
     """All cases but those of the preset and label ``small/empty_bf16``, or with a label ``empty_bf16`` in any preset."""
     return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
+
+
+def small_cases(*labels: str) -> tuple[str, ...]:
+    """The names of these cases of the preset ``small``."""
+    return tuple(f"small/{label}" for label in labels)
 
 
 def grouped(case: Case) -> bool:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
+from peerlane.problems.families.collective import FP32, FP64
 
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 _SIZE = "the sum of p |v| over the keys, for the probabilities p of the softmax"
 
 # Bytes of scores that are held at a time; a softmax needs about three times as much.

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.families.attention import FP32, FP64, SCORE_BYTES, score_pieces
+from peerlane.problems.families.attention import SCORE_BYTES, score_pieces
+from peerlane.problems.families.collective import FP32, FP64
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq, dk and dv."""

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
-from peerlane.problems.families.attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
+from peerlane.problems.families.attention import Blocks, local_length, scale_of, visible
+from peerlane.problems.families.collective import BF16, FP32, FP64
 
 # How the queries at one place of a ring attend to its blocks.
 Attend = Callable[[Blocks, int], torch.Tensor]
@@ -148,12 +149,12 @@ def projected(heads_out: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return torch.matmul(heads_out.flatten(2).to(FP32), w_o.to(FP32).t())
 
 
-def exact(case: pc.Case) -> Attend:
-    """Attention as it should be, in the blocks' dtype."""
+def exact(case: pc.Case, scale: float | None = None) -> Attend:
+    """Attention as it should be, in the blocks' dtype; or with another scale, which is wrong."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:
         seen = visible(place, len(blocks), case["causal"])
-        return attention.dense(blocks, place, seen, causal=case["causal"], scale=scale_of(case))
+        return attention.dense(blocks, place, seen, causal=case["causal"], scale=scale_of(case) if scale is None else scale)
 
     return attend
 
@@ -163,42 +164,32 @@ def blockwise(case: pc.Case) -> Attend:
     return lambda blocks, place: attention.flash(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def local_only(case: pc.Case) -> Attend:
+def _local_only(case: pc.Case) -> Attend:
     """A wrong answer: no ring."""
     return lambda blocks, place: attention.dense(blocks, place, [place], causal=case["causal"], scale=scale_of(case))
 
 
-def uniform(case: pc.Case) -> Attend:
+def _uniform(case: pc.Case) -> Attend:
     """A wrong answer: the mean of what can be seen."""
     return lambda blocks, place: attention.mean_of_visible(blocks, place, causal=case["causal"])
 
 
-def inverted(case: pc.Case) -> Attend:
+def _inverted(case: pc.Case) -> Attend:
     """A wrong answer: the mask where there should be none, or none."""
     return lambda blocks, place: attention.mask_inverted(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def no_maximum(case: pc.Case) -> Attend:
+def _no_maximum(case: pc.Case) -> Attend:
     """A wrong answer: exponentials of scores as they are."""
     return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def first_maximum(case: pc.Case) -> Attend:
+def _first_maximum(case: pc.Case) -> Attend:
     """A wrong answer: exponentials of scores less the maximum of the rank's own block, the first one that it sees."""
     return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case), own=True)
 
 
-def default_scale(case: pc.Case) -> Attend:
-    """A wrong answer: softmax_scale ignored."""
-
-    def attend(blocks: Blocks, place: int) -> torch.Tensor:
-        seen = visible(place, len(blocks), case["causal"])
-        return attention.dense(blocks, place, seen, causal=case["causal"], scale=case["depth"] ** -0.5)
-
-    return attend
-
-
-def interleaved(case: pc.Case) -> Attend:
+def _interleaved(case: pc.Case) -> Attend:
     """A wrong answer: rows of w_qkv taken to hold q, k and v head by head instead of all of Q, all of K, all of V."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:
@@ -211,3 +202,33 @@ def interleaved(case: pc.Case) -> Attend:
         return exact(case)(mixed, place)
 
     return attend
+
+
+def wrong_answers(
+    layer: Callable[[pc.Case, pc.Inputs, int, Attend], torch.Tensor],
+    *,
+    ring: pc.Where,
+    unequal: pc.Where | None = None,
+    several_heads: pc.Where | None = None,
+) -> tuple[pc.KnownWrongAnswer, ...]:
+    """Wrong kinds of attention in ``layer(case, inputs, rank, attend)``.
+
+    The arguments name the cases in which a rank needs others' keys, in which it matters how much a query sees of each key, and those that
+    have several heads (None: all cases).
+    """
+
+    def wrong(name: str, why: str, attend: Callable[[pc.Case], Attend], cases: pc.Where | None) -> pc.KnownWrongAnswer:
+        return pc.wrong(name, why, lambda c: layer(c.case, c.inputs, c.rank, attend(c.case)), cases)
+
+    def pattern(*names: str) -> pc.Where:
+        return lambda c: c.params.get("pattern") in names
+
+    return (
+        wrong("no_ring", "attention to the rank's own keys", _local_only, ring),
+        wrong("uniform", "the mean of the values that can be seen", _uniform, unequal),
+        wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _inverted, unequal),
+        wrong("interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _interleaved, several_heads),
+        wrong("default_scale", "softmax_scale ignored", lambda case: exact(case, case["depth"] ** -0.5), lambda c: "scale" in c.params),
+        wrong("no_maximum", "exponentials of scores as they are", _no_maximum, pattern("large", "growing")),
+        wrong("first_maximum", "exponentials of scores less the maximum of the first block", _first_maximum, pattern("growing")),
+    )

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import FP32
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import FP32, FP64
 
 Shape = tuple[int, ...]
 Entry = tuple[Shape, torch.dtype] | None
@@ -312,3 +310,13 @@ def scaled(gradients: Sequence[torch.Tensor | None], factor: torch.Tensor | floa
             own = torch.as_tensor(factor, dtype=FP32, device=g.device)
             result.append((g.to(FP32) * (own.to(g.dtype).to(FP32) if coarse else own)).to(g.dtype))
     return result
+
+
+def order_of(case: pc.Case) -> float:
+    """p of the p-norm of a case."""
+    return float(case.params.get("norm_type", 2.0))
+
+
+def device_of(inputs: pc.Inputs) -> torch.device:
+    """Where the arguments are."""
+    return next(pc.leaves(list(inputs))).device

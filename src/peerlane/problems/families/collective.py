@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INT32, INT64 = torch.int32, torch.int64
 
 # PyTorch 2.13 renamed these two and warns about the old names; 2.9 to 2.12 know only the old ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -49,6 +50,11 @@ def root_of(args: Sequence[Any]) -> int:
     return args[1] if len(args) > 1 else 0
 
 
+def at_root(spoil: Callable[[pc.AnswerContext], pc.Tree]) -> Callable[[pc.AnswerContext], pc.Tree]:
+    """A wrong answer: ``spoil(context)`` on the root, the right answer elsewhere."""
+    return lambda context: spoil(context) if context.rank == root_of(context.args) else context.answer
+
+
 def may_be_root(case: pc.Case, rank: int) -> bool:
     """Whether the cost of this rank is the root's.
 
@@ -82,9 +88,19 @@ def group_members(case: pc.Case, rank: int) -> Sequence[int]:
     return range(case.world_size)
 
 
+def local_length(case: pc.Case, rank: int) -> int:
+    """``local`` positions per rank, or ``length`` in the whole sequence, which the rank's group shares."""
+    return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
+
+
+def group_size(case: pc.Case) -> int:
+    """P: the number of ranks in a group."""
+    return len(group_members(case, 0))
+
+
 def neighbours(context: pc.AnswerContext) -> range:
     """Ranks that somebody would take for the rank's group who numbers groups by blocks."""
-    size = len(group_members(context.case, context.rank))
+    size = len(context.members)
     first = context.rank // size * size
     return range(first, first + size)
 
@@ -138,6 +154,21 @@ def sum_tolerance(case: pc.Case, elements: int) -> Mapping[str, pc.Tolerance]:
     cancels = case.params.get("data") == "cancelling" or elements < 64
     normwise = None if cancels else {BF16: 1e-2, FP16: 2e-3, FP32: 1e-6}[case.dtype]
     return {"sum": pc.Tolerance(magnitude=(case.world_size + 2) * u, normwise=normwise)}
+
+
+def shape_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
+    """W - 1 additions, in any order and grouping, each rounded in the working dtype: (W + 2) u of the sum of magnitudes."""
+    return sum_tolerance(case, torch.Size(case["shape"]).numel())
+
+
+def fitted(tensor: torch.Tensor, length: int, axis: int = 0) -> torch.Tensor:
+    """``tensor`` repeated and cut to a length along an axis, so that its contents, not its shape, make an answer wrong; zeros if empty."""
+    own = tensor.size(axis)
+    if own == 0:
+        shape = list(tensor.shape)
+        shape[axis] = length
+        return tensor.new_zeros(shape)
+    return torch.cat([tensor] * max(1, -(-length // own)), axis).narrow(axis, 0, length)
 
 
 def wide_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:

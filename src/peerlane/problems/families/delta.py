@@ -186,6 +186,11 @@ def _chunks(tokens: Tokens, matmul: Callable[[torch.Tensor, torch.Tensor], torch
         yield _Chunk(*one)
 
 
+def remembers(case: pc.Case) -> bool:
+    """Whether earlier ranks' tokens make a difference: they are neither overwritten nor have they decayed."""
+    return case.params.get("pattern") not in ("repeated", "fast")
+
+
 def chunked_steps(states: int, tokens: float, moved: float, ranks: int, depths: tuple[int, int], dtype: torch.dtype) -> pc.Steps:
     """Steps of a chunked delta rule along sharded sequences: a rank has so many states (K, V), and ``tokens`` of all of them.
 

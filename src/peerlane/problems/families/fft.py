@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, group_members
 
-FP32, FP64 = torch.float32, torch.float64
 COMPLEX64, COMPLEX128 = torch.complex64, torch.complex128
 
 
@@ -89,6 +88,11 @@ def fft_tolerance(name: str) -> Callable[[pc.Case], Mapping[str, pc.Tolerance]]:
     u = pc.UNIT_ROUNDOFF[FP32]
     size = "the root mean square of the slice, plus those of the element's row and column, plus an eighth of the slice's largest element"
     return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u, size=size)}
+
+
+def sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
+    """Rows and columns of the whole field."""
+    return size(case["rows"], ranks), size(case["columns"], ranks)
 
 
 def fft_flops(slices: int, rows: int, columns: int) -> float:

@@ -1,4 +1,4 @@
-"""What the graph-parallel problems share: how many rows go from which rank to which, skewed ids, and wrong answers of the right length."""
+"""What the graph-parallel problems share: how many rows go from which rank to which, and skewed ids."""
 
 import functools
 import math
@@ -98,13 +98,6 @@ def expected_distinct(count: int, below: int, skew: float = 1.0) -> float:
     width = edges.diff()
     share = ((edges / below) ** (1 / skew)).diff() / width.clamp(min=1e-9)
     return float((width * -torch.expm1(count * torch.log1p(-share.clamp(max=1 - 1e-12)))).sum())
-
-
-def fitted(rows: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """``rows`` repeated or cut to the answer's length, so that in a wrong answer the contents and not the shape decide."""
-    if rows.shape[0] == 0 or answer.shape[0] == 0:
-        return torch.zeros_like(answer)
-    return rows.repeat(-(-answer.shape[0] // rows.shape[0]), *[1] * (rows.dim() - 1))[: answer.shape[0]]
 
 
 def per_rank(numbers: int | Sequence[int], index: int) -> int:

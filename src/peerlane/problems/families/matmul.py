@@ -183,6 +183,11 @@ def gathered_cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def product_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
+    """The sum over ranks of products P_q, each rounded to the working dtype, added in any order: (W + 1) u sum |P_q|."""
+    return {"product": partials_tolerance(case)}
+
+
 def _gathered_wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """One product in float32 over the gathered A, rounded once."""
     a = torch.cat([args[0] for args in inputs], dim=1)
@@ -196,10 +201,7 @@ def _gathered_shardwise(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Te
     return torch.stack([inputs[q][0].to(FP32) @ b[q] for q in order]).sum(0).to(case.dtype)
 
 
-GATHERED_VARIANTS = (
-    pc.AlternativeSolution("fp32_accumulation", _gathered_wide),
-    pc.AlternativeSolution("shardwise_own_first", _gathered_shardwise),
-)
+GATHERED_VARIANTS = pc.alternatives(fp32_accumulation=_gathered_wide, shardwise_own_first=_gathered_shardwise)
 
 
 def wide_sum_of_products(case: pc.Case, inputs: pc.Inputs, rows: slice) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import group_members, group_size
 
 FP32 = torch.float32
 
@@ -339,18 +339,11 @@ def travelling_rows(case: pc.Case, rank: int) -> float:
     return tokens * distinct_ranks(case, len(members)) * (len(members) - 1) / len(members)
 
 
-def fitted(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """``rows`` repeated and cut to a length, so that contents and not the shape decide; zeros if there are none."""
-    if rows.shape[0] == 0:
-        return rows.new_zeros((length, *rows.shape[1:]))
-    return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
-
-
-def group_size(case: pc.Case) -> int:
-    """P: the number of ranks that exchange rows."""
-    return len(group_members(case, 0))
-
-
 def several_sources(case: pc.Case) -> bool:
     """Whether more than one rank of a group has rows to send, if only to itself."""
     return sum(tokens_of(case, q) > 0 for q in group_members(case, 0)) > 1
+
+
+def several_ranks(case: pc.Case) -> bool:
+    """Whether a group has more than one rank."""
+    return group_size(case) > 1

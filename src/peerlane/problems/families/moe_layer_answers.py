@@ -17,8 +17,6 @@ from peerlane.problems.families.collective import FP32, group_layout
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64
 from peerlane.problems.families.moe_layer import inputs, owners_of, reference
 
-Arguments = pc.Inputs
-
 RowFunction = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 """Of rows (n, H) and of the arguments of the rank that owns the expert."""
 
@@ -61,14 +59,14 @@ class Expert:
         return self._affine(F.silu(gate) * up, args, 2)
 
 
-def _channel_sizes(inputs: Arguments, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _channel_sizes(inputs: pc.Inputs, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """(H,): the root mean square, over the owners, of what writes a channel: the down projection's row and that of its low-rank factor."""
     writers = [matrix for q in owners for matrix in (inputs[q][5].weight, *inputs[q][11:-3])]
     return torch.stack([matrix.detach().to(dtype).square().sum(1) for matrix in writers]).sum(0).div(len(owners)).sqrt()
 
 
 def combine(
-    inputs: Arguments, tokens: torch.Tensor, weights: torch.Tensor, owners: Sequence[int], expert: RowFunction | None = None
+    inputs: pc.Inputs, tokens: torch.Tensor, weights: torch.Tensor, owners: Sequence[int], expert: RowFunction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's answer (T, H) in the weights' dtype, and of what size the experts' rows are, added with their weights, (T, H).
 
@@ -88,7 +86,7 @@ def combine(
     return value, size * channels
 
 
-def oracle(case: pc.Case, inputs: Arguments, rank: int) -> pc.Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     tokens, weights = tokens_and_weights(inputs[rank], FP64)
     value, size = combine(inputs, tokens, weights, owners_of(case, rank))
     return pc.Expected("output", value, case.dtype, magnitude=size)
@@ -144,13 +142,13 @@ def _ranks_per_token(case: pc.Case, ranks: int) -> float:
             return moe.distinct_ranks(case, ranks)
 
 
-def _wide(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """All in float32, a token's weights on one rank added before its row is multiplied, one rounding."""
     tokens, weights = tokens_and_weights(inputs[rank], FP32)
     return combine(inputs, tokens, weights, owners_of(case, rank))[0].to(case.dtype)
 
 
-def _narrow(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _narrow(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every operation rounded, and the last rank's experts added first."""
     tokens, weights = tokens_and_weights(inputs[rank], case.dtype)
     owners = owners_of(case, rank)
@@ -158,7 +156,7 @@ def _narrow(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return combine(inputs, tokens, reordered, owners[::-1])[0]
 
 
-ALTERNATIVE_SOLUTIONS = (pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("every_step_rounded", _narrow))
+ALTERNATIVE_SOLUTIONS = pc.alternatives(fp32_accumulation=_wide, every_step_rounded=_narrow)
 
 Reweigh = Callable[[torch.Tensor, pc.Case], torch.Tensor]
 
@@ -207,20 +205,8 @@ def _capacity(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     return weights.masked_fill((weights != 0).cumsum(0) > room, 0.0)
 
 
-def _without_bias(context: pc.AnswerContext) -> tuple[Any, ...]:
-    return (*context.args[:2], None, *context.args[3:])
-
-
 def _neighbour(context: pc.AnswerContext) -> tuple[Any, ...]:
     return context.inputs[(context.rank + 1) % context.case.world_size]
-
-
-def _first_rank(context: pc.AnswerContext) -> tuple[Any, ...]:
-    return context.inputs[0]
-
-
-def _without_maximum(logits: torch.Tensor) -> torch.Tensor:
-    return logits.exp().div(logits.exp().sum(-1, keepdim=True))
 
 
 def _first_neighbours(case: pc.Case, rank: int) -> Sequence[int]:
@@ -268,7 +254,7 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
         pc.wrong(
             "router_without_bias",
             "gate_bias ignored",
-            _spoilt(router=_without_bias),
+            _spoilt(router=lambda c: (*c.args[:2], None, *c.args[3:])),
             where(lambda c: c.params.get("bias", True) and experts(c) > 1 and pattern(c) != "one_rank"),
         ),
         pc.wrong(
@@ -277,13 +263,13 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
         pc.wrong(
             "first_ranks_router",
             "the router of the world's first rank",
-            _spoilt(router=_first_rank),
+            _spoilt(router=lambda c: c.inputs[0]),
             where(lambda c: bool(c.params.get("own_routers"))),
         ),
         pc.wrong(
             "router_without_maximum",
             "exponentials of logits as they are",
-            _spoilt(softmax=_without_maximum),
+            _spoilt(softmax=lambda logits: logits.exp().div(logits.exp().sum(-1, keepdim=True))),
             where(lambda c: "logits" in c.params),
         ),
         pc.wrong(

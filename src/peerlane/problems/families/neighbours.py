@@ -11,8 +11,7 @@ import random
 import torch
 
 from peerlane.problems import contract as pc
-
-INT64, FP64 = torch.int64, torch.float64
+from peerlane.problems.families.collective import FP64, INT64
 
 # Nodes whose edges are written at a time.
 _CHUNK_NODES = 2**22

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, sequential_sum
-
-FP64 = torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, sequential_sum
 
 NAMES = ("W1", "b1", "W2", "b2")
 

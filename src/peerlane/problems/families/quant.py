@@ -167,15 +167,10 @@ def vector_and_history(case: pc.Case, rank: int, draw: pc.Draw, count: int) -> t
     return flat.to(case.dtype), history.to(case.params.get("history_dtype", case.dtype))
 
 
-# Wrong scales: from the arguments of all ranks, the scale with which rank q's vector is quantised. By name, with what is wrong.
-Arguments = pc.Inputs
+# Wrong answers and alternative solutions of problems 52 and 53, which send a vector of every rank through e4m3.
 
 
-def _of_rank(inputs: Arguments, q: int) -> torch.Tensor:
-    return history_scale(push_history(inputs[q][0], inputs[q][1]))
-
-
-WRONG_SCALES: Mapping[str, tuple[str, Callable[[Arguments, int], torch.Tensor]]] = {
+_WRONG_SCALES: Mapping[str, tuple[str, Callable[[pc.Inputs, int], torch.Tensor]]] = {
     "history_ignored": (
         "the scale of the current amax alone",
         lambda inputs, q: history_scale(push_history(inputs[q][0], inputs[q][1][:1])),
@@ -185,25 +180,71 @@ WRONG_SCALES: Mapping[str, tuple[str, Callable[[Arguments, int], torch.Tensor]]]
         lambda inputs, q: history_scale(inputs[q][1][1:] if inputs[q][1].numel() > 1 else inputs[q][1]),
     ),
     "stale_history": ("the scale of the history before the call", lambda inputs, q: history_scale(inputs[q][1])),
-    "scale_of_next_rank": ("quantised with the next rank's scale", lambda inputs, q: _of_rank(inputs, (q + 1) % len(inputs))),
+    "scale_of_next_rank": ("quantised with the next rank's scale", lambda inputs, q: _scale(inputs, (q + 1) % len(inputs))),
     "common_scale": (
         "the largest scale of all ranks",
-        lambda inputs, q: torch.stack([_of_rank(inputs, p) for p in range(len(inputs))]).max(),
+        lambda inputs, q: torch.stack([_scale(inputs, p) for p in range(len(inputs))]).max(),
     ),
     "scale_one": ("values rounded to e4m3 as they are", lambda inputs, q: torch.ones((), device=inputs[q][0].device)),
 }
+"""by name, what is wrong, and the scale with which rank q's vector is quantised"""
 
 
-def decoded_elsewhere(flat: torch.Tensor, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Quantised with one scale and decoded with another."""
-    return ((flat.to(FP32) / own).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(FP32) * other).to(flat.dtype)
+def _scale(inputs: pc.Inputs, q: int) -> torch.Tensor:
+    """Rank q's right scale."""
+    return history_scale(push_history(inputs[q][0], inputs[q][1]))
 
 
-def unshifted_history(context: pc.AnswerContext) -> torch.Tensor:
+def _decoded_by(inputs: pc.Inputs, q: int, rank: int) -> torch.Tensor:
+    """Rank q's vector, quantised with its own scale and decoded with another rank's."""
+    flat: torch.Tensor = inputs[q][0]
+    quotients = (flat.to(FP32) / _scale(inputs, q)).clamp_(-E4M3_MAX, E4M3_MAX)
+    return (quotients.to(E4M3).to(FP32) * _scale(inputs, rank)).to(flat.dtype)
+
+
+def _through_e5m2(inputs: pc.Inputs, q: int) -> torch.Tensor:
+    """Rank q's vector through the other float8 format, scaled to its own largest number."""
+    codes = torch.float8_e5m2
+    return through_codes(inputs[q][0], _scale(inputs, q) * (E4M3_MAX / torch.finfo(codes).max), codes)
+
+
+def _unshifted_history(context: pc.AnswerContext) -> torch.Tensor:
     """The history with the new amax in the place of the last one, the oldest still there."""
     history: torch.Tensor = context.args[1].clone()
     history[-1] = context.answer[1][-1]
     return history
+
+
+def trip_wrong_answers(
+    result: Callable[[pc.Case, list[torch.Tensor], int], torch.Tensor], cases: Mapping[str, pc.Where], others: pc.Where | None = None
+) -> tuple[pc.KnownWrongAnswer, ...]:
+    """Wrong round trips with the right history, and wrong histories.
+
+    ``result(case, every rank's vector after its round trip, rank)`` is what the rank returns beside its history. ``cases`` says by name
+    where an answer is wrong, and ``others`` where the other round trips are.
+    """
+
+    def wrong(name: str, why: str, trip: Callable[[pc.AnswerContext, int], torch.Tensor]) -> pc.KnownWrongAnswer:
+        def answer(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+            return result(context.case, [trip(context, q) for q in context.ranks], context.rank), context.answer[1]
+
+        return pc.wrong(name, why, answer, cases.get(name, others))
+
+    def scaled(scale: Callable[[pc.Inputs, int], torch.Tensor]) -> Callable[[pc.AnswerContext, int], torch.Tensor]:
+        return lambda c, q: through_codes(c.inputs[q][0], scale(c.inputs, q))
+
+    return (
+        *(wrong(name, why, scaled(scale)) for name, (why, scale) in _WRONG_SCALES.items()),
+        wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", lambda c, q: _decoded_by(c.inputs, q, c.rank)),
+        wrong("e5m2", "the other float8 format", lambda c, q: _through_e5m2(c.inputs, q)),
+        pc.wrong(
+            "history_not_shifted",
+            "the amax in the place of the last entry",
+            lambda c: (c.answer[0], _unshifted_history(c)),
+            cases["history_not_shifted"],
+        ),
+        pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+    )
 
 
 def by_reciprocal(flat: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
@@ -223,13 +264,23 @@ def history_to_the_letter(flat: torch.Tensor, history: torch.Tensor) -> torch.Te
     return torch.cat((history[1:], flat.abs().amax().to(history.dtype).view(1)))
 
 
-def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], Arguments, int], pc.Tree]) -> tuple[pc.AlternativeSolution, ...]:
+def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], pc.Inputs, int], pc.Tree]) -> tuple[pc.AlternativeSolution, ...]:
     """Both ways to the quotient; ``combine(case, every rank's vector after the round trip, inputs, rank)`` makes the answer.
 
     The combined answer's history is to be that of :func:`history_to_the_letter`: it is compared bit for bit with another way to the amax.
     """
 
-    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, Arguments, int], pc.Tree]:
+    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
         return lambda case, inputs, rank: combine(case, [trip(args[0], args[1]) for args in inputs], inputs, rank)
 
-    return (pc.AlternativeSolution("true_division", variant(by_division)), pc.AlternativeSolution("reciprocal", variant(by_reciprocal)))
+    return pc.alternatives(true_division=variant(by_division), reciprocal=variant(by_reciprocal))
+
+
+def block_length(case: pc.Case) -> int:
+    """Elements that share a scale."""
+    return int(case.params.get("block", 128))
+
+
+def shard_length(case: pc.Case) -> int:
+    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
+    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)

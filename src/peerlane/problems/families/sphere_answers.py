@@ -13,12 +13,10 @@ from peerlane.problems.families.collective import FP32
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.families.sphere import grid_of, mixed, place_of, shares, span
 
-Arguments = pc.Inputs
-
 
 def _band_sum(
     case: pc.Case,
-    inputs: Arguments,
+    inputs: pc.Inputs,
     rank: int,
     polar: int,
     *,
@@ -64,7 +62,7 @@ def _band_sum(
     return torch.cat(found, 4)
 
 
-def total_of(case: pc.Case, inputs: Arguments, rank: int, polars: Sequence[int] | None = None, **options: Any) -> torch.Tensor:
+def total_of(case: pc.Case, inputs: pc.Inputs, rank: int, polars: Sequence[int] | None = None, **options: Any) -> torch.Tensor:
     """y from all bands, or from some."""
     bands = range(grid_of(case)[1]) if polars is None else polars
     total = _band_sum(case, inputs, rank, bands[0], **options)
@@ -73,7 +71,7 @@ def total_of(case: pc.Case, inputs: Arguments, rank: int, polars: Sequence[int] 
     return total
 
 
-def finished(inputs: Arguments, rank: int, y: torch.Tensor, *, absolute: bool = False, biased: bool = True) -> torch.Tensor:
+def finished(inputs: pc.Inputs, rank: int, y: torch.Tensor, *, absolute: bool = False, biased: bool = True) -> torch.Tensor:
     """The output from y, in y's dtype."""
     _, _, weight, groups, _, _, _, _, bias = inputs[rank]
     weight, bias = weight.to(y.dtype), bias.to(y.dtype) if bias is not None and biased else None
@@ -82,11 +80,11 @@ def finished(inputs: Arguments, rank: int, y: torch.Tensor, *, absolute: bool = 
     return mixed(y, weight, bias, groups)
 
 
-def bands_reversed(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def bands_reversed(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return finished(inputs, rank, total_of(case, inputs, rank, range(grid_of(case)[1])[::-1], work=FP32))
 
 
-def mixed_first(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def mixed_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Channels mixed within every band, before the sum over bands."""
     bands = range(grid_of(case)[1])
     parts = [finished(inputs, rank, _band_sum(case, inputs, rank, polar, work=FP32), biased=polar == 0) for polar in bands]

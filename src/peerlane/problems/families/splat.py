@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.problems import contract as pc
-
-FP32, FP64 = torch.float32, torch.float64
+from peerlane.problems.families.collective import FP32, FP64
 
 # Standard deviations to which a Gaussian counts as visible, and the smallest determinant of its projection.
 EXTENT_SIGMAS, MIN_DETERMINANT = 3.33, 1e-10

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.splat import FP32, FP64, Projection, project, project_covariances
+from peerlane.problems.families.collective import FP32, FP64
+from peerlane.problems.families.splat import Projection, project, project_covariances
 
 Outputs = tuple[torch.Tensor, ...]
 

@@ -146,6 +146,11 @@ def draw_moments(case: pc.Case, draw: pc.Draw, start: int, stop: int) -> tuple[t
     return exp_avg.to(case.dtype), exp_avg_sq.to(case.dtype)
 
 
+def small_case(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    """104 parameters, unless other sizes are given: shards of 4 ranks begin inside b1 and W2, those of 8 ranks inside rows of W1."""
+    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
+
+
 def whole_outputs(case: pc.Case, source: int, prefix: str = "") -> list[optimizer.Output]:
     """Outputs that are the whole of W1, b1, W2, b2, or of their moments."""
     outputs, start = [], 0
@@ -205,18 +210,14 @@ class StepModel:
 
         return pc.wrong(name, why, answer, **options)
 
-    def honest(self, name: str, work: Callable[[pc.Case], torch.dtype]) -> pc.AlternativeSolution:
+    def honest(self, work: Callable[[pc.Case], torch.dtype]) -> Callable[[pc.Case, pc.Inputs, int], pc.Tree]:
         """The step in a working dtype, every operation rounded to it."""
-
-        def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
-            return self.arranged(case, rank, optimizer.narrow_step(self.training(case, inputs), work(case)))
-
-        return pc.AlternativeSolution(name, answer)
+        return lambda case, inputs, rank: self.arranged(case, rank, optimizer.narrow_step(self.training(case, inputs), work(case)))
 
     @property
     def alternative_solutions(self) -> tuple[pc.AlternativeSolution, ...]:
         """In float32 with one rounding of the results, and with every operation rounded to the case's dtype."""
-        return self.honest("fp32_rounded_once", lambda _: FP32), self.honest("every_operation_rounded", lambda case: case.dtype)
+        return pc.alternatives(fp32_rounded_once=self.honest(lambda _: FP32), every_operation_rounded=self.honest(lambda case: case.dtype))
 
 
 def _with_adam(**changes: Any) -> Callable[[pc.AnswerContext, optimizer.Training], optimizer.Training]:
@@ -284,19 +285,19 @@ def gradient_wrong_answers(model: StepModel) -> tuple[pc.KnownWrongAnswer, ...]:
     )
 
 
-def usual_wrong_answers(model: StepModel, cases: Sequence[str], **usual: float) -> tuple[pc.KnownWrongAnswer, ...]:
-    """Usual numbers in place of the arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
+def usual_wrong_answers(model: StepModel, **usual: float) -> tuple[pc.KnownWrongAnswer, ...]:
+    """Usual numbers in place of unusual arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
     found = {"usual_betas": {"beta1": 0.9, "beta2": 0.999}, "no_eps": {"eps": 0.0}}
     found |= {f"usual_{name}": {name: value} for name, value in usual.items()}
     return tuple(
-        model.wrong(name, f"whatever was passed: {changes}", training=_with_adam(**changes), cases=tuple(cases))
+        model.wrong(name, f"whatever was passed: {changes}", training=_with_adam(**changes), cases=("small/unusual_adam_fp32",))
         for name, changes in found.items()
     )
 
 
-def excused_by_nan(case_name: str, outputs: Sequence[str]) -> dict[str, str]:
-    """Standard known wrong answers that are right where a NaN has reached all of these outputs in every call."""
-    return {f"{null}/{output}@{case_name}": "all of it is NaN" for null in ("nan", "previous") for output in outputs}
+def excused_by_nan(outputs: Sequence[str]) -> dict[str, str]:
+    """Standard known wrong answers that are right in the case ``nan_bf16``, where a NaN has reached all of these outputs in every call."""
+    return {f"{null}/{output}@small/nan_bf16": "all of it is NaN" for null in ("nan", "previous") for output in outputs}
 
 
 # For costs.

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members
 
-Arguments = pc.Inputs
-
 
 def exchange(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The rank's block of scatter_dim (of as many equal ones as the group has ranks) of every rank's x, in rank order along gather_dim."""
@@ -103,11 +101,11 @@ class Exchange:
     layout: Callable[[pc.Case, torch.Tensor], torch.Tensor] = lambda case, tensor: tensor
     unpadded: Callable[[pc.Case, int], int] = lambda case, rank: 0
 
-    def tensors(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def tensors(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
         """What every member of the rank's group exchanges, in group order."""
         return [self.tensor(case, source, inputs[source]) for source in group_members(case, rank)]
 
-    def blocks(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def blocks(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
         """What the rank gets from every member of its group."""
         scatter_dim, _ = self.axes(case)
         members = group_members(case, rank)
@@ -122,7 +120,7 @@ class Exchange:
         """The output, from blocks that follow one another along the gathered axis."""
         return self.finished(case, rank, torch.cat(list(blocks), self.axes(case)[1]))
 
-    def answer(self, case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    def answer(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
         """The right output."""
         return self.joined(case, rank, self.blocks(case, inputs, rank))
 
@@ -141,27 +139,26 @@ class Exchange:
             pc.wrong(f"interleaved_{self.gathered}", f"{self.gathered}: one of every rank in turn", self._interleaved, interleaved),
         )
 
-    def trimming_wrong_answers(self, *, padded: Sequence[str], multiple: Sequence[str]) -> tuple[pc.KnownWrongAnswer, ...]:
-        """Wrong answers about padding, for the cases that have some, and for those whose true length is a multiple of W."""
+    def trimming_wrong_answers(self, padded: tuple[str, ...]) -> tuple[pc.KnownWrongAnswer, ...]:
+        """Wrong answers about padding, for the cases that have some, and for ``multiple_bf16``, whose true length is a multiple of W."""
         return (
-            pc.wrong("trimming_forgotten", "padding still there", self._untrimmed, tuple(padded)),
-            pc.wrong("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, tuple(padded)),
+            pc.wrong("trimming_forgotten", "padding still there", self._untrimmed, padded),
+            pc.wrong("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, padded),
             pc.wrong(
                 "trimmed_although_multiple",
                 "cut to a true length that is a multiple of W",
                 self._trimmed_although_multiple,
-                tuple(multiple),
+                ("small/multiple_bf16",),
             ),
         )
 
     def _strided(self, context: pc.AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        scatter_dim, _ = self.axes(case)
+        scatter_dim, _ = self.axes(context.case)
         parts = []
-        for tensor in self.tensors(case, context.inputs, context.rank):
-            places = torch.arange(members.index(context.rank), tensor.size(scatter_dim), len(members), device=tensor.device)
+        for tensor in self.tensors(context.case, context.inputs, context.rank):
+            places = torch.arange(context.place, tensor.size(scatter_dim), len(context.members), device=tensor.device)
             parts.append(tensor.index_select(scatter_dim, places))
-        return self.joined(case, context.rank, parts)
+        return self.joined(context.case, context.rank, parts)
 
     def _interleaved(self, context: pc.AnswerContext) -> torch.Tensor:
         blocks = self.blocks(context.case, context.inputs, context.rank)
@@ -182,14 +179,11 @@ class Exchange:
         return answer.narrow(self.axes(context.case)[1], 0, self.unpadded(context.case, context.rank))
 
 
-def members_tensors(case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+def members_tensors(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """The first argument of every member of the rank's group, in group order."""
     return [inputs[source][0] for source in group_members(case, rank)]
 
 
-def fitted(context: pc.AnswerContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """``tensor`` repeated and cut to the answer's length along ``axis``, so that contents, not the shape, decide; zeros if it is empty."""
-    length, own = context.answer.size(axis), tensor.size(axis)
-    if own == 0:
-        return torch.zeros_like(context.answer)
-    return torch.cat([tensor] * -(-length // own), axis).narrow(axis, 0, length) if length else tensor.narrow(axis, 0, 0)
+def unpadded(case: pc.Case, rank: int) -> int:
+    """The sequence's length without padding; 0: there is none."""
+    return per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))

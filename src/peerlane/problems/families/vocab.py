@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+from peerlane.problems.families.collective import BF16, FP32, FP64, all_gather_single, group_layout, group_members
 
 # Bytes of a chunk of rows over the whole vocabulary: in float32 when inputs are drawn, in float64 in the oracle, which needs ten times it.
 CHUNK_BYTES = 2**29
@@ -325,14 +323,10 @@ def filter_variants(answer: Answer) -> tuple[pc.AlternativeSolution, ...]:
         kept = filter_in_own_dtype if case.variant == "pkb" else direct_filter
         return answer(case, rank, inputs[rank], kept(case, inputs, rank))
 
-    return (
-        pc.AlternativeSolution(
-            "direct_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank))
-        ),
-        pc.AlternativeSolution(
-            "by_threshold_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank))
-        ),
-        pc.AlternativeSolution("published_filter", published),
+    return pc.alternatives(
+        direct_fp32=lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank)),
+        by_threshold_fp32=lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank)),
+        published_filter=published,
     )
 
 
@@ -342,7 +336,7 @@ def own_filters(context: pc.AnswerContext) -> tuple[int | None, float | None]:
 
 
 def unfiltered(context: pc.AnswerContext) -> torch.Tensor:
-    return whole_vocabulary(context.inputs, group_members(context.case, context.rank))
+    return whole_vocabulary(context.inputs, context.members)
 
 
 def _without_top_k(context: pc.AnswerContext) -> torch.Tensor:
@@ -370,9 +364,14 @@ def _exactly_k(context: pc.AnswerContext) -> torch.Tensor:
 def _one_short(context: pc.AnswerContext) -> torch.Tensor:
     """Of every shard only the k - 1 largest logits."""
     top_k, top_p = own_filters(context)
-    shards = [context.inputs[q][0].to(FP32) for q in group_members(context.case, context.rank)]
+    shards = [context.inputs[q][0].to(FP32) for q in context.members]
     most = None if top_k is None else min(top_k - 1, shards[0].shape[-1])
     return keep_nucleus(keep_largest(torch.cat([keep_largest(shard, most) for shard in shards], dim=-1), top_k), top_p)
+
+
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
+    logits, (top_k, top_p) = whole_vocabulary(context.inputs, context.ranks), own_filters(context)
+    return keep_nucleus(keep_largest(logits, top_k), top_p)
 
 
 def labels(presets: Sequence[pc.Preset], *names: str, without: Sequence[str] = ()) -> tuple[str, ...]:
@@ -392,18 +391,16 @@ def filter_wrong_answers(
     idle_top_k: Sequence[str],
     idle_top_p: Sequence[str],
     ties: Sequence[str],
-    one_rank: Sequence[str],
 ) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong filters, each with ``answer`` made of the result.
 
-    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. ``one_rank``:
-    cases where some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
+    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. In the case
+    ``strided_group_bf16`` the group is smaller than the world. In ``wide_top_k_bf16`` some tokens have their k largest logits on one rank,
+    and no top-p makes up for the loss of one of them.
     """
 
-    def wrong(
-        name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str] | None = None
-    ) -> pc.KnownWrongAnswer:
-        return pc.wrong(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), None if cases is None else tuple(cases))
+    def wrong(name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str]) -> pc.KnownWrongAnswer:
+        return pc.wrong(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), tuple(cases))
 
     straddling = [
         f"{item.name}/{spec.label}"
@@ -416,7 +413,8 @@ def filter_wrong_answers(
         wrong("no_top_p", "top_p ignored", _without_top_p, labels(presets, "top_p", without=idle_top_p)),
         wrong("nucleus_first", "top-p before top-k", _nucleus_first, labels(presets, "top_k", "top_p", without=idle_top_k)),
         wrong("exactly_k", "logits that equal the k-th largest left out", _exactly_k, ties),
-        wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, one_rank),
+        wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
+        wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, ("small/wide_top_k_bf16",)),
         wrong(
             "filter_in_bfloat16", "top-p in the dtype of the logits", lambda c: filter_in_own_dtype(c.case, c.inputs, c.rank), straddling
         ),

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members
+from peerlane.problems.families.collective import FP32, FP64, group_members
 from peerlane.problems.families.vocab import (
     CHUNK_BYTES,
-    FP32,
-    FP64,
     cut_margin,
     direct_filter,
     filter_wrong_answers,
@@ -24,7 +22,6 @@ from peerlane.problems.families.vocab import (
     shape_of,
     unfiltered,
     vocabulary,
-    whole_vocabulary,
 )
 
 # Error of a log-probability y, whose natural unit is one: room for sums over the vocabulary in float32.
@@ -141,17 +138,12 @@ def _local(context: pc.AnswerContext, normalised: bool) -> torch.Tensor:
     """-inf for targets on other ranks; for the rank's own the right answer, or, if ``normalised``, that over its shard alone."""
     logits, target = context.args[:2]
     _, shard = vocabulary(context.case, context.rank)
-    local = target - group_members(context.case, context.rank).index(context.rank) * shard
+    local = target - context.place * shard
     own = (local >= 0) & (local < shard)
     top_k, top_p = filters(context.case, shard)
     kept = keep_nucleus(keep_largest(logits.to(FP32), top_k), top_p)
     answer = log_softmax_at(kept, local.where(own, 0)) if normalised else context.answer
     return torch.where(own, answer, -math.inf)
-
-
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    logits, (top_k, top_p) = whole_vocabulary(context.inputs, context.ranks), own_filters(context)
-    return log_softmax_at(keep_nucleus(keep_largest(logits, top_k), top_p), context.args[1])
 
 
 def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
@@ -167,25 +159,18 @@ def _no_maximum_in_top_p(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def log_probability_wrong_answers(
-    presets: Sequence[pc.Preset],
-    *,
-    idle_top_k: Sequence[str],
-    idle_top_p: Sequence[str],
-    ties: Sequence[str],
-    one_rank: Sequence[str],
-    grouped: Sequence[str],
+    presets: Sequence[pc.Preset], *, idle_top_k: Sequence[str], idle_top_p: Sequence[str], ties: Sequence[str]
 ) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong log-probabilities, also where logits overflow: in cases ``one_hot_fp32`` and, with top-p, ``one_hot_both_bf16``.
 
-    ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`.
+    The arguments are those of :func:`filter_wrong_answers`.
     """
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
         pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
-        pc.wrong("whole_world", "tp_group ignored", _whole_world, tuple(grouped)),
         pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/one_hot_fp32",)),
         pc.wrong("no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, ("small/one_hot_both_bf16",)),
-        *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties, one_rank=one_rank),
+        *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties),
     )

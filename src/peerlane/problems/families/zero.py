@@ -77,27 +77,22 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
-    # 104 parameters: on 4 ranks shards begin inside b1 and W2, on 8 ranks inside rows of W1.
-    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
-
-
 PRESETS = (
     pc.preset(
         "small",
         "first, early and late steps; shards that begin inside a bias or a row, and of unlike scale; NaN in parameters to be ignored; "
         "dead hidden units, gradients that cancel between ranks, a NaN in a batch, unusual betas and eps",
-        _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
-        _small("fp32", FP32, step=7),
-        _small("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
-        _small("first_step_fp32", FP32, others="nan", step=1),
-        _small("late_step_fp32", FP32, step=1000),
-        _small("unlike_shards_fp32", FP32, shard_base=30.0),
-        _small("dead_units_fp32", FP32, pattern="dead"),
-        _small("cancelling_bf16", BF16, h=16, d_out=16, pattern="cancelling", tokens=16, step=3, world_sizes=(2, 4)),
-        _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
-        _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
-        _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
+        training_step.small_case("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
+        training_step.small_case("fp32", FP32, step=7),
+        training_step.small_case("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
+        training_step.small_case("first_step_fp32", FP32, others="nan", step=1),
+        training_step.small_case("late_step_fp32", FP32, step=1000),
+        training_step.small_case("unlike_shards_fp32", FP32, shard_base=30.0),
+        training_step.small_case("dead_units_fp32", FP32, pattern="dead"),
+        training_step.small_case("cancelling_bf16", BF16, h=16, d_out=16, pattern="cancelling", tokens=16, step=3, world_sizes=(2, 4)),
+        training_step.small_case("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
+        training_step.small_case("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
+        training_step.small_case("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
     ),
     pc.preset(
         "pkb",
@@ -148,12 +143,12 @@ WRONG_ANSWERS: tuple[pc.KnownWrongAnswer, ...] = (
     MODEL.wrong("own_slice_only", "no gathering: parameters of other ranks' shards as they were", state=_own_slice_only),
     MODEL.wrong("slices_reversed", "new parameters gathered from the last rank to the first", state=_slices_reversed),
     MODEL.wrong("next_shards_moments", "shards taken with the next rank's moments", training=_next_shards_moments),
-    *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
+    *training_step.usual_wrong_answers(MODEL, lr=0.05),
 )
 
 EXCUSED = {
     **{f"another_rank/{name}": "all ranks have the same parameters" for name in NAMES},
-    **training_step.excused_by_nan("small/nan_bf16", ["W1", "b1"]),
+    **training_step.excused_by_nan(["W1", "b1"]),
 }
 
 SUMMARY = (

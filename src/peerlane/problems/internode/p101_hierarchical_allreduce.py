@@ -1,6 +1,6 @@
 """Problem 101: all-reduce (sum) of one tensor over the ranks of several nodes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from peerlane.problems.families.collective import (
     first_arguments,
     reduce_scatter_single,
     sequential_sum,
+    shape_tolerance,
     stale_tail,
     sum_expected,
-    sum_tolerance,
     summand,
     wide_sum,
 )
@@ -48,11 +48,6 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
 
 def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return sum_expected(first_arguments(inputs), case.dtype)
-
-
-def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
-    """W - 1 additions, in any order and grouping, each rounded in the working dtype: (W + 2) u of the sum of magnitudes."""
-    return sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
@@ -115,7 +110,7 @@ PROBLEM = pc.Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=shape_tolerance,
     cost=cost,
     world_sizes=two_tiers.WORLD_SIZES,
     nodes=two_tiers.NODES,
@@ -150,10 +145,10 @@ PROBLEM = pc.Problem(
         pc.wrong("one_part_not_exchanged", "the last part is the sum over the rank's own node", _one_part_not_exchanged, _filled),
         pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum(first_arguments(inputs))),
-        pc.AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum(first_arguments(inputs))),
-        pc.AlternativeSolution("rounded_by_node", _by_node),
+    alternative_solutions=pc.alternatives(
+        fp32_accumulation=lambda case, inputs, rank: wide_sum(first_arguments(inputs)),
+        sequential_in_dtype=lambda case, inputs, rank: sequential_sum(first_arguments(inputs)),
+        rounded_by_node=_by_node,
     ),
     excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe, two_tiers
-from peerlane.problems.families.attention import FP64
-from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.collective import BF16, FP32, FP64
 from peerlane.problems.families.two_tiers import reordered
 
 
@@ -307,7 +306,7 @@ PROBLEM = pc.Problem(
         pc.wrong("unweighted", "the mean of the experts' rows", _unweighted, _several),
         pc.wrong("slots_reversed", "weights in the reverse order of slots", _slots_reversed, _several),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("added_by_node", _added_by_node)),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_wide, added_by_node=_added_by_node),
     integer_exact=True,
     notes=(
         "The reference sends a row for every expert of a token, in two hops. The bound lets a token cross the network once for each node, "

@@ -171,7 +171,7 @@ PROBLEM = pc.Problem(
         pc.wrong("own_node_first", "shards in ring order of nodes, from the rank's own", _in_order(_own_node_first)),
         pc.wrong("stale_network", "the rows of other nodes are those of the slot before", _stale_network),
     ),
-    alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("shardwise", _shardwise)),
+    alternative_solutions=pc.alternatives(fp32_accumulation=_wide, shardwise=_shardwise),
     integer_exact=True,
     notes=(
         "The reference gathers over rails first. So each shard crosses the network once to each node, as the bound says. What is left is "

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems import p054_ring_attention as one_ring
 from peerlane.problems.families import attention, two_tiers
-from peerlane.problems.families.attention import BF16, FP32, Blocks, exchange, local_length, scale_of, visible
+from peerlane.problems.families.attention import exchange, local_length, visible
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(
@@ -92,27 +93,13 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _blocks(inputs: pc.Inputs) -> Blocks:
-    return [args[:3] for args in inputs]
-
-
-def _dense(case: pc.Case, inputs: pc.Inputs, rank: int, *, scale: float | None = None) -> torch.Tensor:
-    """Dense float32 attention to all keys that the rank sees."""
-    owners, causal = visible(rank, case.world_size, case["causal"]), case["causal"]
-    return attention.dense(_blocks(inputs), rank, owners, causal=causal, scale=scale_of(case) if scale is None else scale)
-
-
-def _flash(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    return attention.flash(_blocks(inputs), rank, causal=case["causal"], scale=scale_of(case))
-
-
 def _to(owners: Callable[[pc.AnswerContext], Sequence[int]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: attention to the keys of some ranks alone, as far as they are seen; to the own ones if none of them is."""
 
     def answer(context: pc.AnswerContext) -> torch.Tensor:
         case, rank = context.case, context.rank
         seen = [q for q in visible(rank, case.world_size, case["causal"]) if q in owners(context)] or [rank]
-        return attention.dense(_blocks(context.inputs), rank, seen, causal=case["causal"], scale=scale_of(case))
+        return one_ring.dense(case, context.inputs, rank, seen)
 
     return answer
 
@@ -126,22 +113,17 @@ def _without_far_step(context: pc.AnswerContext) -> list[int]:
 
 def _nodes_averaged(context: pc.AnswerContext) -> torch.Tensor:
     """The attention to each node's keys averaged, without weights."""
-    case, rank, blocks = context.case, context.rank, _blocks(context.inputs)
+    case, rank = context.case, context.rank
     seen = visible(rank, case.world_size, case["causal"])
     parts = [[q for q in members if q in seen] for members in case.cluster.node_groups]
-    answers = [attention.dense(blocks, rank, part, causal=case["causal"], scale=scale_of(case)).to(FP32) for part in parts if part]
+    answers = [one_ring.dense(case, context.inputs, rank, part).to(FP32) for part in parts if part]
     return torch.stack(answers).mean(0).to(case.dtype)
 
 
 def _values_of_next_node(context: pc.AnswerContext) -> torch.Tensor:
     """Scores with every rank's keys, but the values of the same place in the node before: transfers of K and V out of step."""
     shifted = [(*args[:2], context.inputs[q - context.case.cluster.ranks_per_node][2], *args[3:]) for q, args in enumerate(context.inputs)]
-    return _dense(context.case, shifted, context.rank)
-
-
-def _mask_inverted(context: pc.AnswerContext) -> torch.Tensor:
-    case = context.case
-    return attention.mask_inverted(_blocks(context.inputs), context.rank, causal=case["causal"], scale=scale_of(case))
+    return one_ring.dense(context.case, shifted, context.rank)
 
 
 def _masked_by_place(context: pc.AnswerContext) -> torch.Tensor:
@@ -149,7 +131,7 @@ def _masked_by_place(context: pc.AnswerContext) -> torch.Tensor:
     case, rank = context.case, context.rank
     place = case.cluster.local_rank
     seen = [q for q in context.ranks if place(q) < place(rank)] + [rank]
-    return attention.dense(_blocks(context.inputs), rank, seen, causal=True, scale=scale_of(case))
+    return one_ring.dense(case, context.inputs, rank, seen, causal=True)
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, **params: Any) -> pc.CaseSpec:
@@ -216,19 +198,11 @@ PROBLEM = pc.Problem(
         pc.wrong("drop_last_far_step", "the node whose blocks cross the network last is left out", _to(_without_far_step)),
         pc.wrong("nodes_averaged", "nodes' outputs averaged, without their weights", _nodes_averaged),
         pc.wrong("values_one_node_late", "values one node out of step with the keys", _values_of_next_node),
-        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
+        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", one_ring.mask_inverted),
         pc.wrong("masked_by_place", "a causal mask by places within nodes", _masked_by_place, lambda c: c["causal"]),
-        pc.wrong(
-            "default_scale",
-            "softmax_scale ignored",
-            lambda c: _dense(c.case, c.inputs, c.rank, scale=c.case["depth"] ** -0.5),
-            lambda c: "scale" in c.params,
-        ),
+        pc.wrong("default_scale", "softmax_scale ignored", one_ring.default_scale, lambda c: "scale" in c.params),
     ),
-    alternative_solutions=(
-        pc.AlternativeSolution("dense", lambda case, inputs, rank: _dense(case, inputs, rank)),
-        pc.AlternativeSolution("flash", _flash),
-    ),
+    alternative_solutions=pc.alternatives(dense=one_ring.dense, flash=one_ring.flash),
     notes=(
         "The reference's outer ring takes whole blocks over the rails while the inner ring turns within the node. Each block crosses the "
         "network once to each other node, under a causal mask too, where the bound lets earlier nodes receive nothing from later ones.",

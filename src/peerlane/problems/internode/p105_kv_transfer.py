@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import two_tiers
-from peerlane.problems.families.collective import BF16, FP32
-
-INT32 = torch.int32
+from peerlane.problems.families.collective import BF16, FP32, INT32
 
 
 def reference(
@@ -132,10 +130,6 @@ def _keys_only(before: torch.Tensor, shards: list[torch.Tensor]) -> torch.Tensor
     return torch.stack([_whole(before, shards)[:, 0], before[:, 1]], dim=1)
 
 
-def _swapped(before: torch.Tensor, shards: list[torch.Tensor]) -> torch.Tensor:
-    return _whole(before, shards).flip(1)
-
-
 def _first_shard_only(before: torch.Tensor, shards: list[torch.Tensor]) -> torch.Tensor:
     heads = shards[0].shape[2]
     return torch.cat([shards[0], before[:, :, heads:]], dim=2)
@@ -229,7 +223,7 @@ PROBLEM = pc.Problem(
     known_wrong_answers=(
         pc.wrong("no_communication", "nothing is transferred", _wrong(lambda before, _: before)),
         pc.wrong("keys_only", "values are not transferred", _wrong(_keys_only)),
-        pc.wrong("keys_and_values_swapped", "values in the place of keys", _wrong(_swapped)),
+        pc.wrong("keys_and_values_swapped", "values in the place of keys", _wrong(lambda before, shards: _whole(before, shards).flip(1))),
         pc.wrong("first_shard_only", "the heads of the first rank alone", _wrong(_first_shard_only)),
         pc.wrong("shards_reversed", "the last rank's heads first", _wrong(lambda _, shards: torch.cat(shards[::-1], dim=2))),
         pc.wrong("last_token_missing", "every request without its last token", _wrong(lambda _, shards: torch.cat(shards, dim=2)[:-1])),
