@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
 from peerlane.device.attention.fused_backward import fused_gradients
-from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
@@ -75,15 +75,7 @@ def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
     return next(item for item in TILINGS if (item.of_keys, item.groups, item.depth) == wanted)
 
 
-SOURCE = r"""
-#include <peerlane/attention/attention_backward.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) attention_backward(const __grid_constant__ AttentionBackward args) {
-    run_roles(AttentionBackwardRoles<Shape, AttentionBackward>(args));
-}
-"""
+SOURCE = roles_source("attention_backward", "attention/attention_backward.cuh", "AttentionBackwardRoles", local=True, clusters=False)
 ATTENTION_BACKWARD = LocalKernel(
     "attention_backward",
     SOURCE,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_scale, operand_map
-from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
@@ -60,16 +60,9 @@ def defines(tiling: FusedTiling, dtype: torch.dtype) -> dict[str, str | int]:
     return {"SHAPE": tiling.define(dtype)}
 
 
-SOURCE = r"""
-#include <peerlane/attention/fused_attention_backward.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    fused_attention_backward(const __grid_constant__ FusedAttentionBackward args) {
-    run_roles(FusedBackwardRoles<Shape, FusedAttentionBackward>(args));
-}
-"""
+SOURCE = roles_source(
+    "fused_attention_backward", "attention/fused_attention_backward.cuh", "FusedBackwardRoles", local=True, clusters=False
+)
 FUSED_ATTENTION_BACKWARD = LocalKernel(
     "fused_attention_backward",
     SOURCE,

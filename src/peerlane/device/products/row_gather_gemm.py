@@ -33,6 +33,7 @@ from peerlane.device.host.declare import (
     Map,
     Pointer,
     array,
+    roles_source,
     structure,
 )
 from peerlane.device.host.group import Group, per_group
@@ -64,16 +65,9 @@ FIELDS: Mapping[str, Field] = {
     "epochs": Epochs(),
 }
 
-SOURCE = r"""
-#include <peerlane/products/row_gather_gemm.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    row_gather_gemm(const __grid_constant__ Arena arena, const __grid_constant__ RowGatherGemm args) {
-    run_roles(RowGatherGemmRoles<Shape, WORLD_SIZE, KEEPS, RowGatherGemm>(args, arena), args.communicator_blocks);
-}
-"""
+SOURCE = roles_source(
+    "row_gather_gemm", "products/row_gather_gemm.cuh", "RowGatherGemmRoles", "WORLD_SIZE", "KEEPS", communicator_blocks=True
+)
 ROW_GATHER_GEMM = DeclaredKernel("row_gather_gemm", SOURCE, **FIELDS)
 
 
