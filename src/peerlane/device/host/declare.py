@@ -181,11 +181,12 @@ def roles_source(
     arguments say how many blocks only communicate."""
     launch = f"{'__cluster_dims__(Shape::cluster_blocks) ' if clusters else ''}__launch_bounds__(Shape::roles.threads(), 1)"
     parameters = f"{'' if local else 'const __grid_constant__ Arena arena, '}const __grid_constant__ {structure_name(kernel)} args"
-    made = f"{roles}<{', '.join(('Shape', *macros, structure_name(kernel)))}>(args{'' if local else ', arena'})"
+    made = f"Roles(args{'' if local else ', arena'})"
     return f"""
 #include <peerlane/{header}>
 using namespace peerlane;
 using Shape = SHAPE;
+using Roles = {roles}<{", ".join(("Shape", *macros, structure_name(kernel)))}>;
 
 extern "C" __global__ void {launch} {kernel}({parameters}) {{
     run_roles({made}{", args.communicator_blocks" if communicator_blocks else ""});
