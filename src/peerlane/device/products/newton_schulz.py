@@ -150,19 +150,5 @@ class PartsProduct:
         return out, low
 
 
-@per_group
-def gram_all_reduce(group: Group, m: int, dtype: torch.dtype) -> GramAllReduce:
-    """The group's one :class:`GramAllReduce` of this size; the first call is collective."""
-    return GramAllReduce(group, m, dtype)
-
-
-@per_group
-def symmetric_product(group: Group, m: int, dtype: torch.dtype) -> SymmetricProduct:
-    """The group's one :class:`SymmetricProduct` of this size."""
-    return SymmetricProduct(group, m, dtype)
-
-
-@per_group
-def parts_product(group: Group, m: int, n: int, dtype: torch.dtype, result: torch.dtype | None = None) -> PartsProduct:
-    """The group's one :class:`PartsProduct` of this size."""
-    return PartsProduct(group, m, n, dtype, result)
+gram_all_reduce, symmetric_product, parts_product = per_group(GramAllReduce), per_group(SymmetricProduct), per_group(PartsProduct)
+"""The group's one of each size. The first call of ``gram_all_reduce`` for a size is collective."""

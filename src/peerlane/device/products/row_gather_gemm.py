@@ -41,7 +41,7 @@ from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import with_room
-from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces
+from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces, order_of_arrival
 from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Major, Tiling
 from peerlane.device.products.scales import OperandScales, header_bytes, scales_at
 from peerlane.errors import UsageError
@@ -85,10 +85,7 @@ def plan(space: Workspace, widths: Sequence[int], sm_count: int, tilings: Sequen
     for width in widths:
         first.append(first[-1] + -(-width // tiling.columns))
     computing = tiling.whole(sm_count)
-    tiles = tiling.grouped(m, tiling.columns * first[-1])
-    # As few rows at a time as keep all blocks busy, for rows are used as they come; but half of what reads least: B is read once a group.
-    busy = -(-computing // (tiling.blocks * tiles.columns))
-    tiles.group_rows = min(tiles.rows, max(busy, tiles.group_rows // 2))
+    tiles = order_of_arrival(tiling, m, tiling.columns * first[-1], computing)
     needed = max(world * tiles.rows * tiles.columns, -(-pieces.count // tiling.blocks)) * tiling.blocks
     return Plan(tiling, tiles, min(needed, computing), communicator_blocks=0), first
 
