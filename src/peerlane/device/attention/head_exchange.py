@@ -204,7 +204,5 @@ class HeadExchange:
         return self._bound.again(**{"from": sources}, to=targets, blocks=blocks, count=len(parts), numbers=numbers)
 
 
-@per_group
-def head_exchange(group: Group, shape: HeadShape) -> HeadExchange:
-    """The group's one :class:`HeadExchange` of this shape; the first call is collective."""
-    return HeadExchange(group, shape)
+head_exchange = per_group(HeadExchange)
+"""The group's one :class:`HeadExchange` of this shape; the first call is collective."""

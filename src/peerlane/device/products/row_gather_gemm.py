@@ -231,7 +231,5 @@ def row_gather_gemm(
     return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=memory)
 
 
-@per_group
-def memory_of(group: Group, m: int, k: int, header: int = 0) -> Memory:
-    """Memory for all sizes of up to ``m`` rows on each rank."""
-    return reserve(group, m, k, header)
+memory_of = per_group(reserve)
+"""Memory for all sizes of up to ``m`` rows on each rank."""
