@@ -82,9 +82,9 @@ def compile_ahead() -> None:
     tilings = {(tiling, BF16) for tiling in TILINGS}
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
-    jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
+    jobs = {(backward.ATTENTION_BACKWARD.source, tuple(tiling.defines(dtype).items())) for tiling, dtype in tilings}
     for tiling, dtype in (*((tiling, BF16) for tiling in FUSED.values()), *((tiling, FP16) for tiling in fused_backward.TILINGS)):
-        jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(tiling, dtype).items())))
+        jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(tiling.defines(dtype).items())))
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
         jobs.add((forward.ATTENTION.source, tuple(chosen.items())))

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
-from peerlane.device.attention.fused_backward import fused_gradients
+from peerlane.device.attention.fused_backward import fused_gradients, gradient_scale
 from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
@@ -51,9 +51,9 @@ class BackwardTiling:
         elements = 2 * self.rows * self.depth + self.slots * self.columns * self.depth + output
         return elements * ELEMENT_BYTES + 1024 * (self.slots + 1)
 
-    def define(self, dtype: torch.dtype) -> str:
+    def defines(self, dtype: torch.dtype) -> dict[str, str | int]:
         numbers = f"{self.groups}, {self.columns}, {self.depth}, {self.slots}, {self.output_slots}, {str(self.of_keys).lower()}"
-        return f"peerlane::BackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+        return {"SHAPE": f"peerlane::BackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"}
 
 
 TILINGS = (
@@ -63,10 +63,6 @@ TILINGS = (
     BackwardTiling(False, 2, 128, 64, 6, 2),
     *(BackwardTiling(of_keys, 1, 32, depth, 4) for of_keys in (False, True) for depth in (64, 128)),
 )
-
-
-def defines(tiling: BackwardTiling, dtype: torch.dtype) -> dict[str, str | int]:
-    return {"SHAPE": tiling.define(dtype)}
 
 
 def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
@@ -119,13 +115,13 @@ def bind(
         grid=min(group.sm_count, lines * -(-lengths[0] // tiling.rows)),
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
-        defines=defines(tiling, tensors["q"].dtype),
+        defines=tiling.defines(tensors["q"].dtype),
         **maps,
         out=results,
         numbers=tensors["numbers"],
         claims=tensors["claims"],
         scale=check_scale(scale, depths[0]),
-        gradient_scale=depths[0] ** -0.5 if scale is None else scale,
+        gradient_scale=gradient_scale(scale, depths[0]),
         padded=tensors["numbers"].shape[-1],
         lines_at_once=min(lines, share * max(1, KEYS_IN_L2 // streamed_bytes)) if sizes.causal else 1,
         **sizes.fields(),

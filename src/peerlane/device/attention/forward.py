@@ -166,15 +166,7 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """The sizes as the kernels' structures have them."""
-        return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "key_heads": self.key_heads,
-            "queries": self.queries,
-            "keys": self.keys,
-            "causal": int(self.causal),
-            "offset": self.offset,
-        }
+        return {**vars(self), "causal": int(self.causal)}
 
 
 def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[str, str | int]:

@@ -40,9 +40,9 @@ class FusedTiling:
         """Returns the floats in the part of a block's dq that a group adds."""
         return self.columns * self.depth // _GROUPS
 
-    def define(self, dtype: torch.dtype) -> str:
+    def defines(self, dtype: torch.dtype) -> dict[str, str | int]:
         numbers = f"{self.columns}, {self.depth}, {self.slots}, {str(self.ordered).lower()}"
-        return f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+        return {"SHAPE": f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"}
 
     def pieces(self, sizes: Sizes) -> int:
         """Parts of dq that tiles of keys add to, each of ``piece_floats``."""
@@ -54,10 +54,6 @@ TILINGS = FusedTiling(64, 128), FusedTiling(128, 64)
 
 def choose_tiling(depth: int) -> FusedTiling:
     return TILINGS[depth <= PANEL]
-
-
-def defines(tiling: FusedTiling, dtype: torch.dtype) -> dict[str, str | int]:
-    return {"SHAPE": tiling.define(dtype)}
 
 
 SOURCE = roles_source(
@@ -116,7 +112,7 @@ def bind(
         grid=min(group.sm_count, lines * -(-sizes.keys // tiling.rows)),
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
-        defines=defines(tiling, tensors["q"].dtype),
+        defines=tiling.defines(tensors["q"].dtype),
         **maps,
         out=[operand_map(group.place(tensors[name]), 64) for name in ("dk", "dv")],
         numbers=tensors["numbers"],

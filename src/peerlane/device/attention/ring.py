@@ -171,12 +171,7 @@ class RingPlan(ShardPlan):
 
         keys = 2 * self.world_size * shape.batch, shape.key_heads
         fields = {
-            "batch": shape.batch,
-            "heads": shape.heads,
-            "key_heads": shape.key_heads,
-            "length": shape.length,
-            "depth": shape.depth,
-            "value_depth": shape.value_depth,
+            **{name: getattr(shape, name) for name in ("batch", "heads", "key_heads", "length", "depth", "value_depth")},
             "causal": int(shape.causal),
             "own_blocks": share.own,
             "guest_rank": share.owner,

@@ -80,10 +80,7 @@ class UlyssesPlan(ShardPlan):
         shape = 2 * self.world_size * self.batch, self.length, self.heads, self.depth
         pushed = [reserved.addresses(f"gathered_{name}_at")[reserved.group.rank] for name in "qkv"]
         return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "length": self.length,
-            "depth": self.depth,
+            **{name: getattr(self, name) for name in ("batch", "heads", "length", "depth")},
             "causal": int(self.causal),
             "lines_at_once": min(self.lines, -(-reserved.group.sm_count // (self.world_size * self.tiling.tiles(self.length)))),
             "piece_tokens": self.piece_tokens,
