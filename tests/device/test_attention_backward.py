@@ -126,7 +126,7 @@ def test_broken_twins_of_the_fused_kernel_are_caught(name: str, tmp_path: Path, 
 @pytest.mark.parametrize("tiling", first(TILINGS, 4), ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: BackwardTiling) -> None:
     layout = f"static_assert(sizeof(RoleMemory<AttentionBackwardRoles<Shape, AttentionBackward>>) == {tiling.shared_bytes});\n"
-    report = compiler_report(kit.ATTENTION_BACKWARD.source + layout, defines=kit.defines(tiling, BF16))
+    report = compiler_report(kit.ATTENTION_BACKWARD.source + layout, defines=tiling.defines(BF16))
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
     registers = int(report.split("Used ")[1].split()[0])
     assert tiling.groups == 1 or registers == 168  # what the table of roles shares out, and all that the block will ever hold
@@ -136,7 +136,7 @@ def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Backwar
 @pytest.mark.parametrize("tiling", fused.TILINGS, ids=str)
 def test_products_of_the_fused_kernel_do_not_wait_for_each_other(tiling: FusedTiling) -> None:
     layout = f"static_assert(sizeof(RoleMemory<FusedBackwardRoles<Shape, FusedAttentionBackward>>) == {tiling.shared_bytes});\n"
-    report = compiler_report(fused.FUSED_ATTENTION_BACKWARD.source + layout, defines=fused.defines(tiling, BF16))
+    report = compiler_report(fused.FUSED_ATTENTION_BACKWARD.source + layout, defines=tiling.defines(BF16))
     assert "Potential Performance Loss" not in report and "Used 168 registers" in report
     # Some numbers of a tile, and of the warps that copy, which have few registers.
     assert int(report.split(" bytes spill stores")[0].split()[-1]) <= 120

@@ -18,7 +18,8 @@ from peerlane.device.products.gathering import Workspace
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.owner_sum import SumMemory, SumPlan
 from peerlane.emulator import solution_run
-from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.team import EmulatedGroup, EmulatedLaunch
 from representatives import first
 
 WORLD, N, K = 2, 16, 8

@@ -214,7 +214,8 @@ def functions(header: Path) -> set[str]:
     head = (
         r"^(?:\[\[noreturn\]\] )?(?:__device__ |PEERLANE_UNCHECKED )?(?:inline|PEERLANE_INLINE|PEERLANE_UNCHECKED) [\w:<> ]+?[ &*]+(\w+)\("
     )
-    return set(re.findall(head, header.read_text(), re.MULTILINE))
+    text = header.read_text()
+    return {*re.findall(head, text, re.MULTILINE), *re.findall(r"^PEERLANE_[A-Z]+\(([a-z]\w+), ", text, re.MULTILINE)}
 
 
 TWINS = sorted((build.STAND_INS / "peerlane" / "ptx").glob("*.cuh"))

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from peerlane.emulator.ranks import EmulatedGroup, EmulatedRanks, RankFailure
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.emulator.solution_run import load
+from peerlane.emulator.team import EmulatedGroup
 
 HARMLESS = {"race", "lost_update", "proxy_fence", "wrong_result"}
 """What the emulator says of data that nobody waited for. Anything else is a crash, a foreign address or a kernel without an end."""

@@ -112,7 +112,9 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(
         ring,
         "RING_ATTENTION",
-        twin(ring.RING_ATTENTION, line, instead, "attention/ring_attention.cuh", "attention/attention.cuh", "attention/parcels.cuh"),
+        twin(
+            ring.RING_ATTENTION, line, instead, *(f"attention/{name}.cuh" for name in ("ring_attention", "shards", "attention", "parcels"))
+        ),
     )
     outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
     assert outcome.findings or worst > 0.01

@@ -81,7 +81,9 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(
         ulysses,
         "ULYSSES_ATTENTION",
-        twin(ulysses.ULYSSES_ATTENTION, line, instead, "attention/ulysses_attention.cuh", "attention/attention.cuh"),
+        twin(
+            ulysses.ULYSSES_ATTENTION, line, instead, "attention/ulysses_attention.cuh", "attention/shards.cuh", "attention/attention.cuh"
+        ),
     )
     outcome, worst = run(tmp_path, 20, causal=True, calls=2)
     assert outcome.findings or worst > 0.01
@@ -97,6 +99,7 @@ def test_a_twin_in_which_one_piece_speaks_for_all_is_caught(tmp_path: Path, monk
         line,
         line.replace("peers", "warp_threads + 0 * peers"),
         "attention/ulysses_attention.cuh",
+        "attention/shards.cuh",
         "attention/attention.cuh",
     )
     monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", broken)

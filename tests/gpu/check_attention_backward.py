@@ -68,10 +68,10 @@ def compile_ahead() -> None:
     tilings = set[tuple[BackwardTiling, torch.dtype]]()
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
-    jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
+    jobs = {(backward.ATTENTION_BACKWARD.source, tuple(tiling.defines(dtype).items())) for tiling, dtype in tilings}
     for tiling in fused_backward.TILINGS:
         for kernel, dtype in ((tiling, BF16), (tiling, FP16), (replace(tiling, ordered=False), BF16)):
-            jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(kernel, dtype).items())))
+            jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(kernel.defines(dtype).items())))
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
         jobs.add((forward.ATTENTION.source, tuple(chosen.items())))

@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ops.llama import Llama, rms_norm
 from peerlane import ops
-from peerlane.emulator.ranks import EmulatedLaunch, EmulatedRanks
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.team import EmulatedLaunch
 from peerlane.ops.fusion import AllReduceFusion, fuse_all_reduces
 
 BF16 = torch.bfloat16

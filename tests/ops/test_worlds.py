@@ -12,7 +12,8 @@ from device import emulated
 from peerlane import ops
 from peerlane.device import communicator, group_of
 from peerlane.device.host.group import current_group
-from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.team import EmulatedGroup, EmulatedLaunch
 from peerlane.ops import preparation
 from representatives import first
 

@@ -38,15 +38,9 @@ class _Launch(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
         ("argument_count", ctypes.c_uint32),
-        ("rank", ctypes.c_uint32),
-        ("stream", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("cluster", ctypes.c_uint32),
-        ("resident_blocks", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("dependent", ctypes.c_uint32),
-        ("in_order", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("rank", "stream", "shared_bytes", "cluster", "resident_blocks")),
+        *((name, ctypes.c_uint32 * 3) for name in ("grid", "block")),
+        *((name, ctypes.c_uint32) for name in ("dependent", "in_order")),
     )
 
 
@@ -59,13 +53,8 @@ class _Run(ctypes.Structure):
         ("launches", ctypes.POINTER(_Launch)),
         ("faults", ctypes.POINTER(ctypes.c_int32)),
         ("globals", ctypes.POINTER(ctypes.c_int32)),
-        ("region_count", ctypes.c_uint32),
-        ("content_count", ctypes.c_uint32),
-        ("launch_count", ctypes.c_uint32),
-        ("fault_count", ctypes.c_uint32),
-        ("global_count", ctypes.c_uint32),
-        ("first_schedule", ctypes.c_uint32),
-        ("schedules", ctypes.c_uint32),
+        *((f"{name}_count", ctypes.c_uint32) for name in ("region", "content", "launch", "fault", "global")),
+        *((name, ctypes.c_uint32) for name in ("first_schedule", "schedules")),
         ("progress", ctypes.POINTER(ctypes.c_uint32)),
     )
 
@@ -97,15 +86,9 @@ def main() -> str:
             ctypes.cast(getattr(program, "peerlane_launch_" + item["kernel"]), ctypes.c_void_p).value,
             ctypes.addressof(arguments),
             len(item["arguments"]),
-            item["rank"],
-            item["stream"],
-            item["shared_bytes"],
-            item["cluster"],
-            item["resident_blocks"],
-            (ctypes.c_uint32 * 3)(*item["grid"]),
-            (ctypes.c_uint32 * 3)(*item["block"]),
-            item["dependent"],
-            item["in_order"],
+            *(item[name] for name in ("rank", "stream", "shared_bytes", "cluster", "resident_blocks")),
+            *((ctypes.c_uint32 * 3)(*item[name]) for name in ("grid", "block")),
+            *(item[name] for name in ("dependent", "in_order")),
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]

@@ -38,45 +38,33 @@ _BEGIN, _BYTES = BASE + (1 << 28), 1 << 36
 _HOST_CODE = "of C++ host code"
 _TORCH = Path(torch.__file__).parent
 
-_Launch = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_uint32),
-    ctypes.POINTER(ctypes.c_uint32),
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_uint64,
-    ctypes.c_uint32,
-    ctypes.c_int,
-)
-_Copy = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_uint64]))
-_Set = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
-_Variable = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p)
-_Exported = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
-_Occupancy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64)
-_Attributes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int))
-_Multiply = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Product))
-_Word = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int)
-_Graph = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)
-_Count = ctypes.CFUNCTYPE(ctypes.c_int)
+_Words = ctypes.POINTER(ctypes.c_uint32)
+_Arguments = ctypes.POINTER(ctypes.c_void_p)
+_PLACE = (ctypes.c_uint64, ctypes.c_uint64)
+_CALLBACKS: dict[str, tuple[Any, int]] = {
+    "launch": (
+        ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_char_p, ctypes.c_int, _Words, _Words, _Arguments, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
+        ),
+        1,
+    ),
+    "copy": (ctypes.CFUNCTYPE(ctypes.c_int, *_PLACE, *_PLACE, ctypes.c_uint64, ctypes.c_uint64), 1),
+    "set": (ctypes.CFUNCTYPE(ctypes.c_int, *_PLACE, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64), 1),
+    "variable": (ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p), 0),
+    "exported": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64), 1),
+    "occupancy": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64), -1),
+    "attributes": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int)), 1),
+    "multiply": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Product)), 1),
+    "word": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int), 1),
+    "graph": (ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int), -1),
+    "sm_count": (ctypes.CFUNCTYPE(ctypes.c_int), 1),
+    "world_size": (ctypes.CFUNCTYPE(ctypes.c_int), 1),
+}
+"""What C++ asks Python for, in the order of ``runtime.cpp``, and what it gets if that fails. ``Runtime`` has a method for each."""
 
 
 class _Python(ctypes.Structure):
-    _fields_ = (
-        ("launch", _Launch),
-        ("copy", _Copy),
-        ("set", _Set),
-        ("variable", _Variable),
-        ("exported", _Exported),
-        ("occupancy", _Occupancy),
-        ("attributes", _Attributes),
-        ("multiply", _Multiply),
-        ("word", _Word),
-        ("graph", _Graph),
-        ("sm_count", _Count),
-        ("world_size", _Count),
-        ("shared_bytes", ctypes.c_int),
-    )
+    _fields_ = (*((name, kind) for name, (kind, _) in _CALLBACKS.items()), ("shared_bytes", ctypes.c_int))
 
 
 @dataclass(frozen=True)
@@ -110,21 +98,8 @@ class Runtime:
         self.modules: list[Module] = []
         self._pending = threading.local()
         self._graphs: list[CUDAGraph] = []
-        self._callbacks = _Python(
-            _Launch(self._guarded(self._launch, 1)),
-            _Copy(self._guarded(self._copy, 1)),
-            _Set(self._guarded(self._set, 1)),
-            _Variable(self._guarded(self._variable, 0)),
-            _Exported(self._guarded(self._exported, 1)),
-            _Occupancy(self._guarded(self._occupancy, -1)),
-            _Attributes(self._guarded(self._attributes, 1)),
-            _Multiply(self._guarded(self._multiply, 1)),
-            _Word(self._guarded(self._word, 1)),
-            _Graph(self._guarded(self._graph, -1)),
-            _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).sm_count, 1)),
-            _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).team.world.size, 1)),
-            SHARED_LIMIT_BYTES,
-        )
+        calls = (kind(self._guarded(getattr(self, f"_{name}"), failed)) for name, (kind, failed) in _CALLBACKS.items())
+        self._callbacks = _Python(*calls, SHARED_LIMIT_BYTES)
         self._library.peerlane_open(ctypes.c_uint64(_BEGIN), ctypes.c_uint64(_BYTES), ctypes.byref(self._callbacks))
 
     def holds(self, address: int) -> bool:
@@ -291,6 +266,12 @@ class Runtime:
         known = self._resources(number, kernel)
         values[0], values[1], values[2] = known.registers, known.static_bytes, known.frame_bytes
         return 0
+
+    def _sm_count(self) -> int:
+        return emulated_rank(_HOST_CODE).sm_count
+
+    def _world_size(self) -> int:
+        return int(emulated_rank(_HOST_CODE).team.world.size)
 
     def _resources(self, number: int, kernel: bytes) -> Resources:
         ptx = self.modules[number].ptx

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +227,9 @@ def _run(command: Sequence[str], name: str, schedules: int, progress: Path) -> s
                 raise
 
 
+_LAUNCH_FIELDS = tuple(each.name for each in fields(Launch) if each.name not in ("arguments", "operator"))
+
+
 def _described(job: Job, file: Any) -> dict[str, Any]:
     """Returns the job as its process reads it; bytes go to ``file``."""
 
@@ -254,20 +257,8 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
         for region in job.regions
         for offset, content in region.contents
     ]
-    launches: list[Mapping[str, Any]] = [
-        {
-            "kernel": launch.kernel,
-            "rank": launch.rank,
-            "stream": launch.stream,
-            "grid": launch.grid,
-            "block": launch.block,
-            "shared_bytes": launch.shared_bytes,
-            "cluster": launch.cluster,
-            "arguments": [put(argument) for argument in launch.arguments],
-            "resident_blocks": launch.resident_blocks,
-            "dependent": launch.dependent,
-            "in_order": launch.in_order,
-        }
+    launches = [
+        {name: getattr(launch, name) for name in _LAUNCH_FIELDS} | {"arguments": [put(argument) for argument in launch.arguments]}
         for launch in job.launches
     ]
     return {

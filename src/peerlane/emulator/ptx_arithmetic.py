@@ -1,6 +1,7 @@
 """Rules for PTX instructions that compute: moves, conversions, comparisons, arithmetic. See ``ptx_rules.py``."""
 
 from collections.abc import Sequence
+from functools import partialmethod
 
 from peerlane.emulator.ptx_halves import HALVES, HalfRules
 from peerlane.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
@@ -212,24 +213,10 @@ class ArithmeticRules(HalfRules):
         call = f"with_carry<{'true' if operation.startswith('sub') else 'false'}>({a}, {b[0]}, {taken}, out)"
         return f"{{ bool out = false; set({name_of(operands[0])}, {call}); {'carry = out; ' if 'cc' in modifiers else ''}}}"
 
-    def _addc(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._with_carry("addc", modifiers, operands)
-
-    def _subc(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._with_carry("subc", modifiers, operands)
-
-    def _madc(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._with_carry("madc", modifiers, operands)
-
-    def _add(self, modifiers: Modifiers, operands: Operands) -> str | None:
+    def _sum(self, operation: str, modifiers: Modifiers, operands: Operands) -> str | None:
         if "cc" in modifiers:
-            return self._with_carry("add", modifiers, operands)
-        return self._two("add", modifiers, operands, ("rn", "ftz", "sat"))
-
-    def _sub(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        if "cc" in modifiers:
-            return self._with_carry("sub", modifiers, operands)
-        return self._two("sub", modifiers, operands, ("rn", "ftz", "sat"))
+            return self._with_carry(operation, modifiers, operands)
+        return self._two(operation, modifiers, operands, ("rn", "ftz", "sat"))
 
     def _mul(self, modifiers: Modifiers, operands: Operands) -> str | None:
         *flags, kind = modifiers
@@ -272,18 +259,6 @@ class ArithmeticRules(HalfRules):
             value = f"saturated({value})"
         return f"set({name_of(operands[0])}, {value});"
 
-    def _div(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._two("div", modifiers, operands, ("rn", "approx", "full", "ftz"))
-
-    def _rem(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._two("rem", modifiers, operands, ())
-
-    def _min(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._extreme("least", modifiers, operands)
-
-    def _max(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._extreme("greatest", modifiers, operands)
-
     def _extreme(self, function: str, modifiers: Modifiers, operands: Operands) -> str | None:
         if len(operands) != 3:
             return None
@@ -299,15 +274,6 @@ class ArithmeticRules(HalfRules):
         cpp = TYPES[kind][0]
         return f"set({name_of(operands[0])}, {cpp}({self.value(operands[1], kind)} {sign} {self.value(operands[2], kind)}));"
 
-    def _and(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._logic("&", modifiers, operands)
-
-    def _or(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._logic("|", modifiers, operands)
-
-    def _xor(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._logic("^", modifiers, operands)
-
     def _one(self, expression: str, modifiers: Modifiers, operands: Operands, result: str = "") -> str | None:
         *flags, kind = modifiers
         if (kind not in NUMBERS and kind != "pred") or any(flag != "ftz" for flag in flags):
@@ -318,30 +284,15 @@ class ArithmeticRules(HalfRules):
     def _not(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return self._one("!a" if modifiers == ["pred"] else "~a", modifiers, operands)
 
-    def _cnot(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._one("a == 0", modifiers, operands)
-
     def _neg(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return self._one("-a" if modifiers[-1][0] == "f" else "sub<decltype(+a)>(0, a)", modifiers, operands)
 
     def _abs(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return self._one("std::fabs(a)" if modifiers[-1][0] == "f" else "a < 0 ? sub<decltype(+a)>(0, a) : a", modifiers, operands)
 
-    def _popc(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._one("__builtin_popcountll(a)", modifiers, operands, "u32")
-
     def _clz(self, modifiers: Modifiers, operands: Operands) -> str | None:
         width = 8 * TYPES[modifiers[0]][1]
         return self._one(f"a ? __builtin_clzll(a) - {64 - width} : {width}", modifiers, operands, "u32")
-
-    def _brev(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._one("reversed(a)", modifiers, operands)
-
-    def _shl(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return f"set({name_of(operands[0])}, shift_left({self.value(operands[1], modifiers[0])}, {self.value(operands[2], 'u32')}));"
-
-    def _shr(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return f"set({name_of(operands[0])}, shift_right({self.value(operands[1], modifiers[0])}, {self.value(operands[2], 'u32')}));"
 
     def _shf(self, modifiers: Modifiers, operands: Operands) -> str | None:
         direction, mode, kind = modifiers
@@ -352,15 +303,6 @@ class ArithmeticRules(HalfRules):
         both = f"(u64({high}) << 32 | {low})"
         value = f"u32({both} >> {count})" if direction == "r" else f"u32({both} << {count} >> 32)"
         return f"set({name_of(operands[0])}, {value});"
-
-    def _bfe(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        at, bits = (self.value(item, "u32") for item in operands[2:])
-        return f"set({name_of(operands[0])}, field({self.value(operands[1], modifiers[0])}, {at}, {bits}));"
-
-    def _bfi(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        a, b = (self.value(item, modifiers[0]) for item in operands[1:3])
-        at, bits = (self.value(item, "u32") for item in operands[3:])
-        return f"set({name_of(operands[0])}, inserted({a}, {b}, {at}, {bits}));"
 
     def _bmsk(self, modifiers: Modifiers, operands: Operands) -> str | None:
         at, bits = (self.value(item, "u32") for item in operands[1:])
@@ -375,17 +317,10 @@ class ArithmeticRules(HalfRules):
             return None
         return f"set({name_of(operands[0])}, highest_bit({self.value(operands[1], kind)}, {'true' if flags else 'false'}));"
 
-    def _fns(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        mask, base, nth = (self.value(item, kind) for item, kind in zip(operands[1:], ("u32", "u32", "s32"), strict=True))
-        return f"set({name_of(operands[0])}, nth_set({mask}, {base}, {nth}));" if modifiers == ["b32"] else None
-
     def _sad(self, modifiers: Modifiers, operands: Operands) -> str | None:
         (kind,) = modifiers
         a, b, c = (self.value(item, kind) for item in operands[1:])
         return f"set({name_of(operands[0])}, add({c}, {a} < {b} ? sub({b}, {a}) : sub({a}, {b})));"
-
-    def _dp4a(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._dot(("8", "8"), "", modifiers, operands)
 
     def _dp2a(self, modifiers: Modifiers, operands: Operands) -> str | None:
         half, *kinds = modifiers
@@ -403,16 +338,6 @@ class ArithmeticRules(HalfRules):
             return None
         return f"set({name_of(operands[0])}, byte_differences({self.value(operands[1], 'u32')}, {self.value(operands[2], 'u32')}));"
 
-    def _prmt(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        if modifiers != ["b32"]:
-            return None
-        return f"set({name_of(operands[0])}, permuted({', '.join(self.value(item, 'b32') for item in operands[1:])}));"
-
-    def _lop3(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        if modifiers != ["b32"]:
-            return None
-        return f"set({name_of(operands[0])}, looked_up({', '.join(self.value(item, 'b32') for item in operands[1:])}));"
-
     def _copysign(self, modifiers: Modifiers, operands: Operands) -> str | None:
         sign, size = (self.value(item, modifiers[0]) for item in operands[1:])
         return f"set({name_of(operands[0])}, std::copysign({size}, {sign}));"
@@ -423,3 +348,31 @@ class ArithmeticRules(HalfRules):
             return None
         value = FUNCTIONS[operation].format(a=self.value(operands[1], kind))
         return f"set({name_of(operands[0])}, {f'flushed({value})' if 'ftz' in flags and kind == 'f32' else value});"
+
+    def _made_by(
+        self, function: str, kinds: Sequence[str], modifiers: Modifiers, operands: Operands, only: Modifiers | None = None
+    ) -> str | None:
+        """``kinds``: the types of the function's arguments, "" for the instruction's. ``only``: the modifiers that are known."""
+        if only is not None and modifiers != only:
+            return None
+        values = (self.value(item, kind or modifiers[0]) for item, kind in zip(operands[1:], kinds, strict=True))
+        return f"set({name_of(operands[0])}, {function}({', '.join(values)}));"
+
+    # ---- instructions that differ in a function or an expression alone
+
+    _add, _sub = partialmethod(_sum, "add"), partialmethod(_sum, "sub")
+    _addc, _subc = partialmethod(_with_carry, "addc"), partialmethod(_with_carry, "subc")
+    _madc = partialmethod(_with_carry, "madc")
+    _div = partialmethod(_two, "div", allowed=("rn", "approx", "full", "ftz"))
+    _rem = partialmethod(_two, "rem", allowed=())
+    _min, _max = partialmethod(_extreme, "least"), partialmethod(_extreme, "greatest")
+    _and, _or, _xor = partialmethod(_logic, "&"), partialmethod(_logic, "|"), partialmethod(_logic, "^")
+    _cnot, _brev = partialmethod(_one, "a == 0"), partialmethod(_one, "reversed(a)")
+    _popc = partialmethod(_one, "__builtin_popcountll(a)", result="u32")
+    _shl, _shr = partialmethod(_made_by, "shift_left", ("", "u32")), partialmethod(_made_by, "shift_right", ("", "u32"))
+    _bfe = partialmethod(_made_by, "field", ("", "u32", "u32"))
+    _bfi = partialmethod(_made_by, "inserted", ("", "", "u32", "u32"))
+    _fns = partialmethod(_made_by, "nth_set", ("u32", "u32", "s32"), only=["b32"])
+    _prmt = partialmethod(_made_by, "permuted", ("b32",) * 3, only=["b32"])
+    _lop3 = partialmethod(_made_by, "looked_up", ("b32",) * 4, only=["b32"])
+    _dp4a = partialmethod(_dot, ("8", "8"), "")

@@ -420,9 +420,7 @@ class Sorter:
             source = to
 
 
-@per_group
-def sorter(group: Group, capacity: int, dtype: torch.dtype) -> Sorter:
-    return Sorter(group, capacity, dtype)
+sorter = per_group(Sorter)
 
 
 def solution(local_shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
-from peerlane.device.attention.fused_backward import fused_gradients
-from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.attention.fused_backward import fused_gradients, gradient_scale
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
@@ -51,9 +51,9 @@ class BackwardTiling:
         elements = 2 * self.rows * self.depth + self.slots * self.columns * self.depth + output
         return elements * ELEMENT_BYTES + 1024 * (self.slots + 1)
 
-    def define(self, dtype: torch.dtype) -> str:
+    def defines(self, dtype: torch.dtype) -> dict[str, str | int]:
         numbers = f"{self.groups}, {self.columns}, {self.depth}, {self.slots}, {self.output_slots}, {str(self.of_keys).lower()}"
-        return f"peerlane::BackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+        return {"SHAPE": f"peerlane::BackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"}
 
 
 TILINGS = (
@@ -65,25 +65,13 @@ TILINGS = (
 )
 
 
-def defines(tiling: BackwardTiling, dtype: torch.dtype) -> dict[str, str | int]:
-    return {"SHAPE": tiling.define(dtype)}
-
-
 def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
     """Returns the tiling for ``rows`` keys or queries."""
     wanted = of_keys, 1 if rows <= 64 else 2, 2 * PANEL if depth > PANEL else PANEL
     return next(item for item in TILINGS if (item.of_keys, item.groups, item.depth) == wanted)
 
 
-SOURCE = r"""
-#include <peerlane/attention/attention_backward.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) attention_backward(const __grid_constant__ AttentionBackward args) {
-    run_roles(AttentionBackwardRoles<Shape, AttentionBackward>(args));
-}
-"""
+SOURCE = roles_source("attention_backward", "attention/attention_backward.cuh", "AttentionBackwardRoles", local=True, clusters=False)
 ATTENTION_BACKWARD = LocalKernel(
     "attention_backward",
     SOURCE,
@@ -127,13 +115,13 @@ def bind(
         grid=min(group.sm_count, lines * -(-lengths[0] // tiling.rows)),
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
-        defines=defines(tiling, tensors["q"].dtype),
+        defines=tiling.defines(tensors["q"].dtype),
         **maps,
         out=results,
         numbers=tensors["numbers"],
         claims=tensors["claims"],
         scale=check_scale(scale, depths[0]),
-        gradient_scale=depths[0] ** -0.5 if scale is None else scale,
+        gradient_scale=gradient_scale(scale, depths[0]),
         padded=tensors["numbers"].shape[-1],
         lines_at_once=min(lines, share * max(1, KEYS_IN_L2 // streamed_bytes)) if sizes.causal else 1,
         **sizes.fields(),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from peerlane.device.host.declare import F32, I32, U32, BoundKernel, LocalKernel, Map, Pointer, layouts
+from peerlane.device.host.declare import F32, I32, U32, BoundKernel, LocalKernel, Map, Pointer, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
@@ -128,15 +128,7 @@ def operand_map(place: TensorPlace, rows: int) -> TensorMapSpec:
     return place.map((rows, 1, PANEL))
 
 
-SOURCE = r"""
-#include <peerlane/attention/attention.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) attention(const __grid_constant__ Attention args) {
-    run_roles(AttentionRoles<Shape, CAUSAL, Attention>(args));
-}
-"""
+SOURCE = roles_source("attention", "attention/attention.cuh", "AttentionRoles", "CAUSAL", local=True, clusters=False)
 ATTENTION = LocalKernel(
     "attention",
     SOURCE,
@@ -174,15 +166,7 @@ class Sizes:
 
     def fields(self) -> dict[str, Any]:
         """The sizes as the kernels' structures have them."""
-        return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "key_heads": self.key_heads,
-            "queries": self.queries,
-            "keys": self.keys,
-            "causal": int(self.causal),
-            "offset": self.offset,
-        }
+        return {**vars(self), "causal": int(self.causal)}
 
 
 def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[str, str | int]:

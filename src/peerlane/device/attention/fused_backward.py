@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_scale, operand_map
-from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
@@ -40,9 +40,9 @@ class FusedTiling:
         """Returns the floats in the part of a block's dq that a group adds."""
         return self.columns * self.depth // _GROUPS
 
-    def define(self, dtype: torch.dtype) -> str:
+    def defines(self, dtype: torch.dtype) -> dict[str, str | int]:
         numbers = f"{self.columns}, {self.depth}, {self.slots}, {str(self.ordered).lower()}"
-        return f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+        return {"SHAPE": f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"}
 
     def pieces(self, sizes: Sizes) -> int:
         """Parts of dq that tiles of keys add to, each of ``piece_floats``."""
@@ -56,20 +56,9 @@ def choose_tiling(depth: int) -> FusedTiling:
     return TILINGS[depth <= PANEL]
 
 
-def defines(tiling: FusedTiling, dtype: torch.dtype) -> dict[str, str | int]:
-    return {"SHAPE": tiling.define(dtype)}
-
-
-SOURCE = r"""
-#include <peerlane/attention/fused_attention_backward.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    fused_attention_backward(const __grid_constant__ FusedAttentionBackward args) {
-    run_roles(FusedBackwardRoles<Shape, FusedAttentionBackward>(args));
-}
-"""
+SOURCE = roles_source(
+    "fused_attention_backward", "attention/fused_attention_backward.cuh", "FusedBackwardRoles", local=True, clusters=False
+)
 FUSED_ATTENTION_BACKWARD = LocalKernel(
     "fused_attention_backward",
     SOURCE,
@@ -123,7 +112,7 @@ def bind(
         grid=min(group.sm_count, lines * -(-sizes.keys // tiling.rows)),
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
-        defines=defines(tiling, tensors["q"].dtype),
+        defines=tiling.defines(tensors["q"].dtype),
         **maps,
         out=[operand_map(group.place(tensors[name]), 64) for name in ("dk", "dv")],
         numbers=tensors["numbers"],

@@ -17,7 +17,6 @@ brings all.
 ``peerlane/collectives/strided.cuh``.
 """
 
-import ctypes
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,14 +105,7 @@ class HeadShape:
 
 def _block(counts: Sequence[int], source: Sequence[int], target: Sequence[int], ranks: tuple[int, int], unit: int) -> StridedBlock:
     """Counts along three axes and the run, distances along the axes, and from rank to rank, in elements of which ``unit`` are one."""
-    return StridedBlock(
-        source_strides=(ctypes.c_uint64 * 3)(*(stride // unit for stride in source)),
-        target_strides=(ctypes.c_uint64 * 3)(*(stride // unit for stride in target)),
-        for_rank=ranks[0] // unit,
-        of_rank=ranks[1] // unit,
-        count=(ctypes.c_uint32 * 3)(*counts[:3]),
-        units=counts[3] // unit,
-    )
+    return StridedBlock.of(counts[:3], [stride // unit for stride in (*source, *target, *ranks)], counts[3] // unit)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -212,7 +204,5 @@ class HeadExchange:
         return self._bound.again(**{"from": sources}, to=targets, blocks=blocks, count=len(parts), numbers=numbers)
 
 
-@per_group
-def head_exchange(group: Group, shape: HeadShape) -> HeadExchange:
-    """The group's one :class:`HeadExchange` of this shape; the first call is collective."""
-    return HeadExchange(group, shape)
+head_exchange = per_group(HeadExchange)
+"""The group's one :class:`HeadExchange` of this shape; the first call is collective."""

@@ -10,7 +10,7 @@ from peerlane.device.attention import forward
 from peerlane.device.attention.forward import AttentionTiling, check_operands, merge, operand_map, supports, wide_attention
 from peerlane.device.attention.shards import ShardAttention, ShardPlan, parcel_map, piece_tokens, plain_place, transposed_place
 from peerlane.device.collectives.communicator import communicator
-from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved, roles_source
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
@@ -20,17 +20,7 @@ from peerlane.errors import UsageError
 _BALANCED_BLOCKS = 4
 """Tiles of a head from which on ranks compute each other's: with fewer, the launch is over before queries and results have travelled."""
 
-SOURCE = r"""
-#include <peerlane/attention/ring_attention.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-using Roles = RingAttentionRoles<Shape, WORLD_SIZE, RingAttention>;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    ring_attention(const __grid_constant__ Arena arena, const __grid_constant__ RingAttention args) {
-    run_roles(Roles(args, arena));
-}
-"""
+SOURCE = roles_source("ring_attention", "attention/ring_attention.cuh", "RingAttentionRoles", "WORLD_SIZE", clusters=False)
 RING_ATTENTION = DeclaredKernel(
     "ring_attention",
     SOURCE,
@@ -181,12 +171,7 @@ class RingPlan(ShardPlan):
 
         keys = 2 * self.world_size * shape.batch, shape.key_heads
         fields = {
-            "batch": shape.batch,
-            "heads": shape.heads,
-            "key_heads": shape.key_heads,
-            "length": shape.length,
-            "depth": shape.depth,
-            "value_depth": shape.value_depth,
+            **{name: getattr(shape, name) for name in ("batch", "heads", "key_heads", "length", "depth", "value_depth")},
             "causal": int(shape.causal),
             "own_blocks": share.own,
             "guest_rank": share.owner,

@@ -15,24 +15,14 @@ from peerlane.device.attention.ring_backward import attend_over_ranks_backward
 from peerlane.device.attention.shards import ShardAttention, ShardPlan, parcel_map, piece_tokens, plain_place, transposed_place
 from peerlane.device.attention.short import is_short, short_attention
 from peerlane.device.collectives.strided import exchange_axes
-from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved, roles_source
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.products.gemm import ELEMENT_BYTES
 from peerlane.errors import UsageError
 
-SOURCE = r"""
-#include <peerlane/attention/ulysses_attention.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-using Roles = UlyssesAttentionRoles<Shape, WORLD_SIZE, UlyssesAttention>;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    ulysses_attention(const __grid_constant__ Arena arena, const __grid_constant__ UlyssesAttention args) {
-    run_roles(Roles(args, arena));
-}
-"""
+SOURCE = roles_source("ulysses_attention", "attention/ulysses_attention.cuh", "UlyssesAttentionRoles", "WORLD_SIZE", clusters=False)
 ULYSSES_ATTENTION = DeclaredKernel(
     "ulysses_attention",
     SOURCE,
@@ -90,10 +80,7 @@ class UlyssesPlan(ShardPlan):
         shape = 2 * self.world_size * self.batch, self.length, self.heads, self.depth
         pushed = [reserved.addresses(f"gathered_{name}_at")[reserved.group.rank] for name in "qkv"]
         return {
-            "batch": self.batch,
-            "heads": self.heads,
-            "length": self.length,
-            "depth": self.depth,
+            **{name: getattr(self, name) for name in ("batch", "heads", "length", "depth")},
             "causal": int(self.causal),
             "lines_at_once": min(self.lines, -(-reserved.group.sm_count // (self.world_size * self.tiling.tiles(self.length)))),
             "piece_tokens": self.piece_tokens,

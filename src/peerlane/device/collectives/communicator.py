@@ -361,6 +361,4 @@ def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator
     return _communicator(group_of(group))
 
 
-@per_group
-def _communicator(group: Group) -> Communicator:
-    return Communicator(group)
+_communicator = per_group(Communicator)

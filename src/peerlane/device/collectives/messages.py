@@ -20,8 +20,7 @@ class Member:
 
 def all_gather(member: Member, shard: int) -> Messages:
     """Sends the own ``shard`` bytes to everybody; rank q's go to place q."""
-    every = range(member.world_size)
-    return _messages([0 for _ in every], [shard for _ in every], [q * shard for q in every], [shard for _ in every])
+    return all_gather_parts(member, [shard] * member.world_size)
 
 
 def all_gather_parts(member: Member, sizes: Sequence[int]) -> Messages:
@@ -46,54 +45,36 @@ def parts(sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]])
 
 def broadcast(member: Member, nbytes: int, root: int) -> Messages:
     """Sends the root's ``nbytes`` to everybody, itself included."""
-    every = range(member.world_size)
-    return _messages(
-        [0 for _ in every],
-        [nbytes if member.rank == root else 0 for _ in every],
-        [0 for _ in every],
-        [nbytes if q == root else 0 for q in every],
-    )
+    starts, sent = [0] * member.world_size, [nbytes if member.rank == root else 0] * member.world_size
+    return _messages(starts, sent, starts, _only(member, nbytes, root))
 
 
 def gather(member: Member, shard: int, root: int) -> Messages:
     """Sends everybody's ``shard`` bytes to the root, rank q's to place q."""
-    every = range(member.world_size)
-    at_root = member.rank == root
-    return _messages(
-        [0 for _ in every],
-        [shard if q == root else 0 for q in every],
-        [q * shard if at_root else 0 for q in every],
-        [shard if at_root else 0 for _ in every],
-    )
+    parts = [shard if member.rank == root else 0] * member.world_size
+    return _messages([0] * member.world_size, _only(member, shard, root), _starts(parts), parts)
 
 
 def scatter(member: Member, shard: int, root: int) -> Messages:
     """Sends the root's q-th ``shard`` bytes to rank q."""
-    every = range(member.world_size)
-    from_root = member.rank == root
-    return _messages(
-        [q * shard if from_root else 0 for q in every],
-        [shard if from_root else 0 for _ in every],
-        [0 for _ in every],
-        [shard if q == root else 0 for q in every],
-    )
+    parts = [shard if member.rank == root else 0] * member.world_size
+    return _messages(_starts(parts), parts, [0] * member.world_size, _only(member, shard, root))
 
 
 def reduce_scatter(member: Member, shard: int) -> Messages:
     """Sends the q-th ``shard`` bytes to rank q, terms of a sum that goes to the start of the output."""
-    every = range(member.world_size)
-    return _messages([q * shard for q in every], [shard for _ in every], [0 for _ in every], [shard for _ in every])
+    return reduce_scatter_parts(member, [shard] * member.world_size)
 
 
 def reduce(member: Member, nbytes: int, root: int) -> Messages:
     """Sends all ``nbytes`` to the root, terms of a sum there; elsewhere to the rank itself, as they are."""
-    every = range(member.world_size)
-    return _messages(
-        [0 for _ in every],
-        [nbytes if q in (root, member.rank) else 0 for q in every],
-        [0 for _ in every],
-        [nbytes if member.rank == root else 0 for _ in every],
-    )
+    starts, received = [0] * member.world_size, [nbytes if member.rank == root else 0] * member.world_size
+    return _messages(starts, _only(member, nbytes, root, member.rank), starts, received)
+
+
+def _only(member: Member, nbytes: int, *ranks: int) -> list[int]:
+    """Returns ``nbytes`` for these ranks, and none for the others."""
+    return [nbytes if q in ranks else 0 for q in range(member.world_size)]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -174,7 +174,5 @@ class AllReduceRmsNorm:
             raise UsageError(f"quantisation by {quantisation!r} got {got}: expected one float32 for 'tensor', and none otherwise")
 
 
-@per_group
-def all_reduce_rms_norm(group: Group, columns: int, dtype: torch.dtype) -> AllReduceRmsNorm:
-    """The group's one :class:`AllReduceRmsNorm` of this width; the first call is collective."""
-    return AllReduceRmsNorm(group, columns, dtype)
+all_reduce_rms_norm = per_group(AllReduceRmsNorm)
+"""The group's one :class:`AllReduceRmsNorm` of this width; the first call is collective."""

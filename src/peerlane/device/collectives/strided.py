@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,13 @@ class StridedBlock(ctypes.Structure):
         ("count", ctypes.c_uint32 * 3),
         ("units", ctypes.c_uint32),
     )
+
+    @classmethod
+    def of(cls, counts: Sequence[int], strides: Sequence[int], units: int) -> "StridedBlock":
+        """Describes an exchange by its counts along three axes; by distances along them, of the source and of the target, and from what is
+        for a rank to what is for the next, and of a rank to that of the next; and by the length of a run. All but counts are in units."""
+        three, axes = ctypes.c_uint64 * 3, ctypes.c_uint32 * 3
+        return cls(three(*strides[:3]), three(*strides[3:6]), strides[6], strides[7], axes(*counts), units)
 
 
 SOURCE = r"""
@@ -86,14 +94,7 @@ class AxisLayout:
         units, *strides = (size * distance // unit for distance in distances)
         if (copies := math.prod(count for _, count in axes) * units) >= 1 << 32:
             raise UsageError(f"an exchange of {self.shape}: {copies} copies of {unit} bytes by a rank; expected fewer than 2^32")
-        return StridedBlock(
-            source_strides=(ctypes.c_uint64 * 3)(*strides[:3]),
-            target_strides=(ctypes.c_uint64 * 3)(*strides[3:6]),
-            for_rank=strides[6],
-            of_rank=strides[7],
-            count=(ctypes.c_uint32 * 3)(*(count for _, count in axes)),
-            units=units,
-        ), unit
+        return StridedBlock.of([count for _, count in axes], strides, units), unit
 
 
 @per_group

@@ -167,6 +167,33 @@ class Packets(ArenaField):
         return PacketSpace(offset, size)
 
 
+def structure_name(kernel: str) -> str:
+    """The name of the structure of a kernel's arguments."""
+    return "".join(word.capitalize() for word in kernel.split("_"))
+
+
+def roles_source(
+    kernel: str, header: str, roles: str, *macros: str, local: bool = False, clusters: bool = True, communicator_blocks: bool = False
+) -> str:
+    """The source of a kernel of ``tiles/roles.cuh``: it runs the template ``roles`` of ``header`` with the macros ``SHAPE`` and ``macros``.
+
+    ``local``: of a ``LocalKernel``. ``clusters``: its blocks come in clusters of as many as the shape says. ``communicator_blocks``: its
+    arguments say how many blocks only communicate."""
+    launch = f"{'__cluster_dims__(Shape::cluster_blocks) ' if clusters else ''}__launch_bounds__(Shape::roles.threads(), 1)"
+    parameters = f"{'' if local else 'const __grid_constant__ Arena arena, '}const __grid_constant__ {structure_name(kernel)} args"
+    made = f"Roles(args{'' if local else ', arena'})"
+    return f"""
+#include <peerlane/{header}>
+using namespace peerlane;
+using Shape = SHAPE;
+using Roles = {roles}<{", ".join(("Shape", *macros, structure_name(kernel)))}>;
+
+extern "C" __global__ void {launch} {kernel}({parameters}) {{
+    run_roles({made}{", args.communicator_blocks" if communicator_blocks else ""});
+}}
+"""
+
+
 class DeclaredKernel:
     """A kernel and its arguments; see the module."""
 
@@ -176,7 +203,7 @@ class DeclaredKernel:
         """the fields that callers set"""
         self.maps = {name: TensorMap for name, field in fields.items() if isinstance(field, Map) and not field.count}
         """those of one tensor map"""
-        self.struct = "".join(word.capitalize() for word in name.split("_"))
+        self.struct = structure_name(name)
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
         self._file, self._line = (source.name, 1) if isinstance(source, Path) else written_in(sys._getframe(1).f_code.co_filename, source)

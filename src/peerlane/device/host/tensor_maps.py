@@ -28,7 +28,5 @@ class TensorMaps:
         return found
 
 
-@per_group
-def tensor_maps(group: Group) -> TensorMaps:
-    """Those that kernels of all sizes share."""
-    return TensorMaps(group)
+tensor_maps = per_group(TensorMaps)
+"""Those that kernels of all sizes share."""

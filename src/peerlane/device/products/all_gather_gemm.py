@@ -18,6 +18,7 @@ from peerlane.device.host.declare import (
     Flags,
     Map,
     Pointer,
+    roles_source,
     structure,
 )
 from peerlane.device.host.group import Group, per_group
@@ -47,16 +48,9 @@ FIELDS: Mapping[str, Field] = {
 """The fields of every kernel whose left operand is gathered."""
 
 
-SOURCE = r"""
-#include <peerlane/products/all_gather_gemm.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    all_gather_gemm(const __grid_constant__ Arena arena, const __grid_constant__ AllGatherGemm args) {
-    run_roles(AllGatherGemmRoles<Shape, WORLD_SIZE, SCATTERS, AllGatherGemm>(args, arena), args.communicator_blocks);
-}
-"""
+SOURCE = roles_source(
+    "all_gather_gemm", "products/all_gather_gemm.cuh", "AllGatherGemmRoles", "WORLD_SIZE", "SCATTERS", communicator_blocks=True
+)
 ALL_GATHER_GEMM = DeclaredKernel("all_gather_gemm", SOURCE, **FIELDS)
 
 

@@ -64,7 +64,7 @@ def most_pieces(m: int, local_k: int, world_size: int, communicator_blocks: int 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept in the arena: room for shards of up to ``capacity`` rows, and flags of their pieces."""
+    """What is kept in the arena: room for sizes of up to ``capacity`` rows, and flags of their pieces or tiles."""
 
     reserved: Reserved
     capacity: int
@@ -154,19 +154,23 @@ class Plan:
     communicator_blocks: int
 
 
+def order_of_arrival(tiling: Tiling, m: int, n: int, blocks: int) -> GroupedTiles:
+    """The order of tiles that ``blocks`` compute: as few rows at a time as keep them busy, for rows are used in the order in which they
+    come; but half of what reads least at any rate: B is read once for each group."""
+    tiles = tiling.grouped(m, n)
+    busy = -(-blocks // (tiling.blocks * tiles.columns))
+    tiles.group_rows = min(tiles.rows, max(busy, tiles.group_rows // 2))
+    return tiles
+
+
 def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0, tilings: Sequence[Tiling] = gemm.TILINGS) -> Plan:
     """The launch for a result of ``n`` columns and ``k`` in all, by the best of the tilings."""
     communicators, m = min(communicator_blocks, pieces.count), pieces.m
     tiling = gemm.choose_tiling(m, n, k, sm_count - communicators, tilings=tilings)
     communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
-    tiles = tiling.grouped(m, n)
-    rows, columns = tiles.rows, tiles.columns
-    # As few rows at a time as keep all compute blocks busy, for rows are used in the order in which they come; but half of what reads least
-    # at any rate: B is read once for each group.
-    busy = -(-computing // (tiling.blocks * columns))
-    tiles.group_rows = min(rows, max(busy, tiles.group_rows // 2))
-    needed = rows * columns * tiling.blocks
+    tiles = order_of_arrival(tiling, m, n, computing)
+    needed = tiles.rows * tiles.columns * tiling.blocks
     if not communicators:
         needed = max(needed, -(-pieces.count // tiling.blocks) * tiling.blocks)
     return Plan(tiling, tiles, communicators + min(needed, computing), communicators)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
 import torch
 
 from peerlane.device.host import tune
-from peerlane.device.host.declare import F32, U32, BoundKernel, Field, LocalKernel, Map, Pointer, structure
+from peerlane.device.host.declare import F32, U32, BoundKernel, Field, LocalKernel, Map, Pointer, roles_source, structure
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
@@ -374,16 +374,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise UsageError(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}: expected (m, k) and (k, n), none of them 0")
 
 
-SOURCE = r"""
-#include <peerlane/products/gemm.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    gemm(const __grid_constant__ Gemm args) {
-    run_roles(GemmRoles<Shape, Gemm>(args));
-}
-"""
+SOURCE = roles_source("gemm", "products/gemm.cuh", "GemmRoles", local=True)
 GEMM = LocalKernel("gemm", SOURCE, c=Map(), sums=Pointer("float*"), m=U32, **FIELDS)
 
 

@@ -2,42 +2,25 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.declare import BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Map, roles_source
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
+from peerlane.device.products.gathering import Memory
 from peerlane.device.products.gemm import Epilogue, Major, Tiling
 from peerlane.errors import UsageError
 
-SOURCE = r"""
-#include <peerlane/products/gemm_all_gather.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    gemm_all_gather(const __grid_constant__ Arena arena, const __grid_constant__ GemmAllGather args) {
-    run_roles(GemmAllGatherRoles<Shape, WORLD_SIZE, GemmAllGather>(args, arena));
-}
-"""
+SOURCE = roles_source("gemm_all_gather", "products/gemm_all_gather.cuh", "GemmAllGatherRoles", "WORLD_SIZE")
 GEMM_ALL_GATHER = DeclaredKernel(
     "gemm_all_gather", SOURCE, **gemm.FIELDS, out=Map(MAX_RANKS), result=Buffer(align=1024), flags=Flags(), epochs=Epochs()
 )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Results of up to ``capacity`` rows, and a flag for each of their tiles."""
-
-    reserved: Reserved
-    capacity: int
 
 
 def _memory(group: Group, m: int, n: int, tilings: Sequence[Tiling]) -> Memory:

@@ -6,7 +6,7 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import Buffer, DeclaredKernel, Map
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Map, roles_source
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorPlace
@@ -15,16 +15,7 @@ from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
-SOURCE = r"""
-#include <peerlane/products/gemm_all_reduce.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    gemm_all_reduce(const __grid_constant__ Arena arena, const __grid_constant__ GemmAllReduce args) {
-    run_roles(GemmAllReduceRoles<Shape, WORLD_SIZE, GemmAllReduce>(args, arena));
-}
-"""
+SOURCE = roles_source("gemm_all_reduce", "products/gemm_all_reduce.cuh", "GemmAllReduceRoles", "WORLD_SIZE")
 GEMM_ALL_REDUCE = DeclaredKernel("gemm_all_reduce", SOURCE, out=Map(MAX_RANKS), result=Buffer(align=1024), **owner_sum.FIELDS)
 
 

@@ -6,7 +6,7 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import U32, DeclaredKernel, Map
+from peerlane.device.host.declare import U32, DeclaredKernel, Map, roles_source
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.products import gemm, owner_sum
@@ -14,16 +14,7 @@ from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
-SOURCE = r"""
-#include <peerlane/products/gemm_reduce_scatter.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    gemm_reduce_scatter(const __grid_constant__ Arena arena, const __grid_constant__ GemmReduceScatter args) {
-    run_roles(GemmReduceScatterRoles<Shape, WORLD_SIZE, GemmReduceScatter>(args, arena));
-}
-"""
+SOURCE = roles_source("gemm_reduce_scatter", "products/gemm_reduce_scatter.cuh", "GemmReduceScatterRoles", "WORLD_SIZE")
 GEMM_REDUCE_SCATTER = DeclaredKernel("gemm_reduce_scatter", SOURCE, out=Map(), local_rows=U32, **owner_sum.FIELDS)
 
 

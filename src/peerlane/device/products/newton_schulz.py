@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, LocalKernel, Map, structure
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, LocalKernel, Map, roles_source, structure
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.host.tensor_maps import tensor_maps
@@ -35,58 +35,27 @@ def _choose(group: Group, m: int, k: int) -> Tiling:
     return gemm.rank_tilings(m, m, k, group.sm_count, tilings=gemm.tilings_for(group), count=triangle_count)[0]
 
 
-_INCLUDES = r"""
-#include <peerlane/products/newton_schulz.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-"""
-
-GRAM_SOURCE = (
-    _INCLUDES
-    + r"""
-    gram_all_reduce(const __grid_constant__ Arena arena, const __grid_constant__ GramAllReduce args) {
-    run_roles(GramAllReduceRoles<Shape, WORLD_SIZE, GramAllReduce>(args, arena));
-}
-"""
-)
+_HEADER = "products/newton_schulz.cuh"
 GRAM_ALL_REDUCE = DeclaredKernel(
     "gram_all_reduce",
-    GRAM_SOURCE,
+    roles_source("gram_all_reduce", _HEADER, "GramAllReduceRoles", "WORLD_SIZE"),
     out=Map(MAX_RANKS),
     result=Buffer(align=1024),
     **{**owner_sum.FIELDS, "tiles": structure("TriangleTiles", TriangleTiles)},
 )
 
-SYMMETRIC_SOURCE = (
-    _INCLUDES
-    + r"""
-    symmetric_product(const __grid_constant__ SymmetricProduct args) {
-    run_roles(SymmetricProductRoles<Shape, SymmetricProduct>(args));
-}
-"""
-)
 SYMMETRIC_PRODUCT = LocalKernel(
     "symmetric_product",
-    SYMMETRIC_SOURCE,
+    roles_source("symmetric_product", _HEADER, "SymmetricProductRoles", local=True),
     **{name: Map() for name in ("a", "b", "c", "residual")},
     tiles=structure("TriangleTiles", TriangleTiles),
     **dict.fromkeys(("n", "k"), U32),
     **dict.fromkeys(("scale", "share"), F32),
 )
 
-PARTS_SOURCE = (
-    _INCLUDES
-    + r"""
-    parts_product(const __grid_constant__ PartsProduct args) {
-    run_roles(PartsProductRoles<Shape, IN_PARTS, RESULT, PartsProduct>(args));
-}
-"""
-)
 PARTS_PRODUCT = LocalKernel(
     "parts_product",
-    PARTS_SOURCE,
+    roles_source("parts_product", _HEADER, "PartsProductRoles", "IN_PARTS", "RESULT", local=True),
     **{name: Map() for name in ("a", "b", "c", "c_low", "residual", "residual_low")},
     tiles=structure("GroupedTiles", gemm.GroupedTiles),
     **dict.fromkeys(("n", "k"), U32),
@@ -181,19 +150,5 @@ class PartsProduct:
         return out, low
 
 
-@per_group
-def gram_all_reduce(group: Group, m: int, dtype: torch.dtype) -> GramAllReduce:
-    """The group's one :class:`GramAllReduce` of this size; the first call is collective."""
-    return GramAllReduce(group, m, dtype)
-
-
-@per_group
-def symmetric_product(group: Group, m: int, dtype: torch.dtype) -> SymmetricProduct:
-    """The group's one :class:`SymmetricProduct` of this size."""
-    return SymmetricProduct(group, m, dtype)
-
-
-@per_group
-def parts_product(group: Group, m: int, n: int, dtype: torch.dtype, result: torch.dtype | None = None) -> PartsProduct:
-    """The group's one :class:`PartsProduct` of this size."""
-    return PartsProduct(group, m, n, dtype, result)
+gram_all_reduce, symmetric_product, parts_product = per_group(GramAllReduce), per_group(SymmetricProduct), per_group(PartsProduct)
+"""The group's one of each size. The first call of ``gram_all_reduce`` for a size is collective."""

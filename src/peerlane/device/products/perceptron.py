@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, Reserved, structure
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, Reserved, roles_source, structure
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.host.tensor_maps import tensor_maps
@@ -17,16 +17,7 @@ _TILINGS = [tiling for tiling in gemm.TILINGS if tiling.blocks == 1]
 _LEAST_PIECE_ROWS = 8
 
 
-SOURCE = r"""
-#include <peerlane/products/perceptron.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    perceptron(const __grid_constant__ Arena arena, const __grid_constant__ Perceptron args) {
-    run_roles(PerceptronRoles<Shape, WORLD_SIZE, Perceptron>(args, arena));
-}
-"""
+SOURCE = roles_source("perceptron", "products/perceptron.cuh", "PerceptronRoles", "WORLD_SIZE", clusters=False)
 PERCEPTRON = DeclaredKernel(
     "perceptron", SOURCE, **all_gather_gemm.FIELDS, hidden=Map(), second_b=Map(), second_out=Map(),
     second_tiles=structure("GroupedTiles", GroupedTiles), hidden_memory=Buffer(align=1024), done=Flags(),

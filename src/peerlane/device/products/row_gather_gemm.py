@@ -33,6 +33,7 @@ from peerlane.device.host.declare import (
     Map,
     Pointer,
     array,
+    roles_source,
     structure,
 )
 from peerlane.device.host.group import Group, per_group
@@ -40,7 +41,7 @@ from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import with_room
-from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces
+from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces, order_of_arrival
 from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Major, Tiling
 from peerlane.device.products.scales import OperandScales, header_bytes, scales_at
 from peerlane.errors import UsageError
@@ -64,16 +65,9 @@ FIELDS: Mapping[str, Field] = {
     "epochs": Epochs(),
 }
 
-SOURCE = r"""
-#include <peerlane/products/row_gather_gemm.cuh>
-using namespace peerlane;
-using Shape = SHAPE;
-
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    row_gather_gemm(const __grid_constant__ Arena arena, const __grid_constant__ RowGatherGemm args) {
-    run_roles(RowGatherGemmRoles<Shape, WORLD_SIZE, KEEPS, RowGatherGemm>(args, arena), args.communicator_blocks);
-}
-"""
+SOURCE = roles_source(
+    "row_gather_gemm", "products/row_gather_gemm.cuh", "RowGatherGemmRoles", "WORLD_SIZE", "KEEPS", communicator_blocks=True
+)
 ROW_GATHER_GEMM = DeclaredKernel("row_gather_gemm", SOURCE, **FIELDS)
 
 
@@ -91,10 +85,7 @@ def plan(space: Workspace, widths: Sequence[int], sm_count: int, tilings: Sequen
     for width in widths:
         first.append(first[-1] + -(-width // tiling.columns))
     computing = tiling.whole(sm_count)
-    tiles = tiling.grouped(m, tiling.columns * first[-1])
-    # As few rows at a time as keep all blocks busy, for rows are used as they come; but half of what reads least: B is read once a group.
-    busy = -(-computing // (tiling.blocks * tiles.columns))
-    tiles.group_rows = min(tiles.rows, max(busy, tiles.group_rows // 2))
+    tiles = order_of_arrival(tiling, m, tiling.columns * first[-1], computing)
     needed = max(world * tiles.rows * tiles.columns, -(-pieces.count // tiling.blocks)) * tiling.blocks
     return Plan(tiling, tiles, min(needed, computing), communicator_blocks=0), first
 
@@ -240,7 +231,5 @@ def row_gather_gemm(
     return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=memory)
 
 
-@per_group
-def memory_of(group: Group, m: int, k: int, header: int = 0) -> Memory:
-    """Memory for all sizes of up to ``m`` rows on each rank."""
-    return reserve(group, m, k, header)
+memory_of = per_group(reserve)
+"""Memory for all sizes of up to ``m`` rows on each rank."""

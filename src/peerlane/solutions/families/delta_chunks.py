@@ -261,16 +261,10 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
             "taken": 4 * items,
         },
         shared_bytes=shape.shared_bytes,
-        batch=shape.batch,
-        tokens=shape.tokens,
-        heads=shape.heads,
-        key_heads=shape.key_heads,
-        depth=shape.depth,
-        slices=shape.slices,
+        **{name: getattr(shape, name) for name in ("batch", "tokens", "heads", "key_heads", "depth", "slices", "parameter_bytes")},
         ring=ring,
         scan_blocks=shape.scan_blocks(blocks),
         sharing=shape.sharing(blocks),
-        parameter_bytes=shape.parameter_bytes,
     )
 
 

@@ -468,12 +468,7 @@ def gated_convolution(group: Group, shape: Shape, tiling: Tiling | None = None) 
             "ALIGNED": int(shape.length % 8 == 0),
         },
         sizes={"flags": 1 + units, "history": shape.batch * shape.channels * stride * shape.dtype.itemsize},
-        batch=shape.batch,
-        channels=shape.channels,
-        length=shape.length,
-        filters=shape.filters,
-        group_dim=shape.group_dim,
-        taps=shape.taps,
+        **{name: getattr(shape, name) for name in ("batch", "channels", "length", "filters", "group_dim", "taps")},
         reach=_up(shape.taps - 1, 8),
         history_stride=stride,
     )

@@ -75,7 +75,5 @@ class Pipeline:
         return self._received[got] if gets else None
 
 
-@per_group
-def pipeline(group: Group, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Pipeline:
-    """Returns the group's one :class:`Pipeline` of this shape; the first call is collective."""
-    return Pipeline(group, shape, dtype, parts)
+pipeline = per_group(Pipeline)
+"""The group's one :class:`Pipeline` of this shape; the first call is collective."""

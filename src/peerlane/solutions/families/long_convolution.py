@@ -280,10 +280,8 @@ class Exchange:
         self.rows = reserved.tensor("rows", self.rows_shape, dtype)
 
 
-@per_group
-def exchange_of(group: Group, shape: tuple[int, int, int], pieces: int, parts: int, dtype: torch.dtype) -> Exchange:
-    """Returns the exchange for parts of one shape."""
-    return Exchange(group, shape, pieces, parts, dtype)
+exchange_of = per_group(Exchange)
+"""The exchange for parts of one shape."""
 
 
 def transform_length(least: int) -> int:
@@ -356,9 +354,5 @@ class Transforms:
         )  # fmt: skip
 
 
-@per_group
-def transforms_of(
-    group: Group, length: int, filters: int, rows: int, dtype: torch.dtype, of_taps: torch.dtype, all_filters: int
-) -> Transforms:
-    """Returns the launches for one shape."""
-    return Transforms(group, length, filters, rows, dtype, of_taps, all_filters)
+transforms_of = per_group(Transforms)
+"""The launches for one shape."""

@@ -190,7 +190,5 @@ class ArcExchange:
             yield part
 
 
-@per_group
-def arc_exchange(group: Group, shape: tuple[int, ...], nlon_in: int, nlon_out: int) -> ArcExchange:
-    """Returns the exchange for x of one shape."""
-    return ArcExchange(group, shape, nlon_in, nlon_out)
+arc_exchange = per_group(ArcExchange)
+"""The exchange for x of one shape."""

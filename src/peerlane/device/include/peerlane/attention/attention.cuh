@@ -74,9 +74,9 @@ class ProductTurns {
     const u32 group_;
 };
 
-// What a consumer group knows of its 64 queries. Each thread has two of them, eight apart: number r is row `row(r)`.
+// What a consumer group knows of its 64 queries.
 template <class Shape>
-struct OnlineSoftmax {
+struct OnlineSoftmax : SumPlaces {
     using E = typename Shape::E;
     static constexpr int keys = Shape::keys;
 
@@ -87,39 +87,11 @@ struct OnlineSoftmax {
     float total[2];               // of weights, this thread's share
     float factor[2];              // what `sum` is multiplied with since `top` has changed
 
-    __device__ static int row(int r) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
-    __device__ static constexpr int row_of(int element) { return element / 2 % 2; }
-
     __device__ void clear() {
 #pragma unroll
         for (float& value : sum.value) value = 0.0f;
         top[0] = top[1] = -infinity();
         total[0] = total[1] = 0.0f;
-    }
-
-    // Starts scores = q k^T.
-    __device__ void start_scores(const typename Shape::Kept& queries, u32 group, const typename Shape::Input& block) {
-        const auto left = queries.along_columns(64 * group);
-        const auto right = block.along_columns(0);
-        ptx::wgmma_hold(scores.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Shape::depth / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, keys, Major::k, Major::k>(scores.value, left[step], right[step], step > 0);
-        }
-        ptx::wgmma_commit();
-    }
-
-    // Starts sum += weights v; `first`: sum = weights v.
-    __device__ void start_sum(const typename Shape::Input& block, bool first) {
-        const auto right = block.along_rows();
-        ptx::wgmma_hold(sum.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < keys / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, Shape::depth, Major::mn>(sum.value, weights[step], right[step], !first || step > 0);
-        }
-        ptx::wgmma_commit();
     }
 
     // Scores to weights. `scale`: of scores as powers of two; `query`: the group's first in the tile.
@@ -165,15 +137,6 @@ struct OnlineSoftmax {
         for (int i = 0; i < Shape::depth / 2; ++i) sum.value[i] *= factor[row_of(i)];
     }
 
-    // The fragment of an accumulator is that of a left operand, two columns of 8 at a time.
-    __device__ void round_weights() {
-#pragma unroll
-        for (int step = 0; step < keys / mma_depth; ++step) {
-#pragma unroll
-            for (int w = 0; w < 4; ++w) weights[step][w] = E::narrow(scores.value + 8 * step + 2 * w);
-        }
-    }
-
     // The weighted mean, in `sum`, and, of scaled scores, the logarithm of the sum of exponentials, in `top`: zero and -infinity where no key counts.
     __device__ void finish(float scale) {
         constexpr float ln2 = 0.6931471805599453f;
@@ -199,6 +162,7 @@ struct Known {
 // copies them. `state` holds the results, finished.
 template <class Shape, class Kernel, class Tile, class Input, class Kept>
 __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel, const Tile& tile, u32 group, float scale, Input& in, Kept& kept) {
+    using E = typename Shape::E;
     const int query = 64 * static_cast<int>(group);
     const ProductTurns<Shape::turns> turns(group);
     const auto& queries = kept.wait();
@@ -208,7 +172,7 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
         const auto first = [&](auto masked) {
             const auto& keys = in.wait();
             turns.take();
-            state.start_scores(queries, group, keys);
+            state.scores.start_product(queries, 64 * group, keys);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(state.scores.value);
             in.release();
@@ -218,14 +182,14 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
                 turns.end();
             }
             state.template weigh<masked.value>(kernel.step(tile, 0), query, scale);
-            state.round_weights();
+            state.scores.template round<E>(state.weights);
         };
         const auto next = [&](u32 number, const AttentionStep& step, auto masked) {
             const auto& keys = in.wait();
             turns.take();
-            state.start_scores(queries, group, keys);
+            state.scores.start_product(queries, 64 * group, keys);
             const auto& values = in.wait();
-            state.start_sum(values, number == 1);
+            state.sum.start_adding(state.weights, values, number == 1);
             if (number + 1 < tile.steps) {
                 turns.pass();
             } else {
@@ -241,7 +205,7 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
             ptx::wgmma_hold(state.sum.value);
             in.release();
             state.rescale();
-            state.round_weights();
+            state.scores.template round<E>(state.weights);
         };
         if (kernel.step(tile, 0).masked(Shape::keys, query)) {
             first(Known<true>{});
@@ -257,7 +221,7 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
             }
         }
         const auto& values = in.wait();
-        state.start_sum(values, tile.steps == 1);
+        state.sum.start_adding(state.weights, values, tile.steps == 1);
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(state.sum.value);
         in.release();

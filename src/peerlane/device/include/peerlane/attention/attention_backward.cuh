@@ -89,9 +89,9 @@ struct BackwardShape {
     static_assert(Slots >= 4 && Columns % mma_depth == 0 && Depth % panel_columns == 0);
 };
 
-// What a consumer group knows of its 64 rows. Each thread has two of them, eight apart.
+// What a consumer group knows of its 64 rows.
 template <class Shape>
-struct BackwardSums {
+struct BackwardSums : SumPlaces {
     using E = typename Shape::E;
     static constexpr int columns = Shape::columns;
 
@@ -99,42 +99,6 @@ struct BackwardSums {
     u32 rounded_p[Shape::of_keys ? columns / 16 : 1][4], rounded_ds[columns / 16][4];
     SumTile<Shape::depth> sums[Shape::of_keys ? 2 : 1];
     float logarithm[2], delta[2];  // of queries: those of the two rows
-
-    template <int N>
-    __device__ static void start(SumTile<N>& product, const SharedTile<E, Shape::rows, Shape::depth>& kept, u32 group, const SharedTile<E, N, Shape::depth>& block) {
-        const auto left = kept.along_columns(64 * group);
-        const auto right = block.along_columns(0);
-        ptx::wgmma_hold(product.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Shape::depth / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, N, Major::k, Major::k>(product.value, left[step], right[step], step > 0);
-        }
-        ptx::wgmma_commit();
-    }
-
-    __device__ static void add(SumTile<Shape::depth>& sum, const u32 (&weights)[columns / 16][4], const SharedTile<E, columns, Shape::depth>& block) {
-        const auto right = block.along_rows();
-        ptx::wgmma_hold(sum.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < columns / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, Shape::depth, Major::mn>(sum.value, weights[step], right[step], 1);
-        }
-        ptx::wgmma_commit();
-    }
-
-    __device__ static void round(u32 (&rounded)[columns / 16][4], const SumTile<columns>& values) {
-#pragma unroll
-        for (int step = 0; step < columns / mma_depth; ++step) {
-#pragma unroll
-            for (int w = 0; w < 4; ++w) rounded[step][w] = E::narrow(values.value + 8 * step + 2 * w);
-        }
-    }
-
-    __device__ static int row(int r) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
-    __device__ static constexpr int row_of(int element) { return element / 2 % 2; }
-    __device__ static int column_of(int element) { return 8 * (element / 4) + element % 2 + 2 * static_cast<int>(threadIdx.x % 4); }
 
     // Scores to weights. `first`: row of the group in the tile. A pair counts if row <= column + diagonal (of keys) or column <= row + diagonal and
     // column < end.
@@ -245,20 +209,20 @@ struct AttentionBackwardRoles : Shape {
         }
         const auto next = [&](const Step& now, auto masked) {
             const auto& a = in.wait();
-            state.start(state.p, both.x, group, a.tile);
+            state.p.start_product(both.x, first, a.tile);
             const auto& b = in.wait();
-            state.start(state.ds, both.y, group, b.tile);
+            state.ds.start_product(both.y, first, b.tile);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(state.p.value);
             const int diagonal = !parameters.causal ? no_diagonal : of_keys ? now.token + parameters.offset - tile.first : tile.first + parameters.offset - now.token;
             state.template weigh<masked.value>(parameters.scale, a.numbers, first, diagonal, static_cast<int>(parameters.keys) - now.token);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(state.ds.value);
-            if constexpr (of_keys) state.round(state.rounded_p, state.p);
+            if constexpr (of_keys) state.p.template round<E>(state.rounded_p);
             state.differ(b.numbers);
-            state.round(state.rounded_ds, state.ds);
-            if constexpr (of_keys) state.add(state.sums[1], state.rounded_p, b.tile);
-            state.add(state.sums[0], state.rounded_ds, a.tile);
+            state.ds.template round<E>(state.rounded_ds);
+            if constexpr (of_keys) state.sums[1].start_adding(state.rounded_p, b.tile);
+            state.sums[0].start_adding(state.rounded_ds, a.tile);
             ptx::wgmma_wait<0>();  // products in flight across steps would need more registers than there are
 #pragma unroll
             for (auto& sum : state.sums) ptx::wgmma_hold(sum.value);

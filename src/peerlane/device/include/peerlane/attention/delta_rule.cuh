@@ -972,8 +972,7 @@ struct Scanning {
 #pragma unroll
         for (int tokens = 0; tokens < chunk_tokens; tokens += 16) {
             u32 word[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) word[w] = E::narrow(out.value + tokens / 2 + 2 * w);
+            out.template round<E>(word, tokens);
             ptx::store_matrices_transposed(tile.data + square_at(tokens), word);
         }
         ptx::fence_proxy_async_shared();

@@ -66,7 +66,7 @@ struct FusedBackwardShape {
 };
 
 template <class Shape>
-struct FusedBackwardSums {
+struct FusedBackwardSums : SumPlaces {
     using E = typename Shape::E;
     static constexpr int columns = Shape::columns, rows = Shape::rows, depth = Shape::depth;
     using Block = SharedTile<E, columns, depth>;
@@ -75,30 +75,6 @@ struct FusedBackwardSums {
     SumTile<Shape::piece_columns> dq;
     u32 rounded_p[columns / 16][4];
     SumTile<depth> dk, dv;
-
-    // Scores, or the gradients of weights.
-    __device__ static void start(SumTile<columns>& product, const SharedTile<E, rows, depth>& kept, u32 group, const Block& block) {
-        const auto left = kept.along_columns(64 * group);
-        const auto right = block.along_columns(0);
-        ptx::wgmma_hold(product.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < depth / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, columns, Major::k, Major::k>(product.value, left[step], right[step], step > 0);
-        }
-        ptx::wgmma_commit();
-    }
-
-    __device__ void start_dv(const Block& dout) {
-        const auto right = dout.along_rows();
-        ptx::wgmma_hold(dv.value);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < columns / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, depth, Major::mn>(dv.value, rounded_p[step], right[step], 1);
-        }
-        ptx::wgmma_commit();
-    }
 
     __device__ void start_dk(const SharedTile<E, rows, columns>& weights, u32 group, const Block& q) {
         const auto left = weights.along_columns(64 * group);
@@ -127,10 +103,6 @@ struct FusedBackwardSums {
         ptx::wgmma_commit();
     }
 
-    __device__ static int row(int r) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
-    __device__ static constexpr int row_of(int element) { return element / 2 % 2; }
-    __device__ static int column_of(int element) { return 8 * (element / 4) + element % 2 + 2 * static_cast<int>(threadIdx.x % 4); }
-
     // Key r of the group counts for query c of the block if r < end and r <= c + diagonal.
     __device__ void mask(int diagonal, int end) {
 #pragma unroll
@@ -145,14 +117,6 @@ struct FusedBackwardSums {
         for (int i = 0; i < columns / 2; ++i) p.value[i] = ptx::exp2(p.value[i] * scale - logarithms[column_of(i)]);
     }
 
-    __device__ void round_weights() {
-#pragma unroll
-        for (int step = 0; step < columns / mma_depth; ++step) {
-#pragma unroll
-            for (int w = 0; w < 4; ++w) rounded_p[step][w] = E::narrow(p.value + 8 * step + 2 * w);
-        }
-    }
-
     __device__ void differ(const float* deltas) {
 #pragma unroll
         for (int i = 0; i < columns / 2; ++i) ds.value[i] = p.value[i] * (ds.value[i] - deltas[column_of(i)]);
@@ -165,8 +129,7 @@ struct FusedBackwardSums {
 #pragma unroll
         for (int j = 0; j < columns; j += 16) {
             u32 word[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) word[w] = E::narrow(ds.value + j / 2 + 2 * w);
+            ds.template round<E>(word, j);
             ptx::store_matrices(weights.data + weights.offset(own_row, j + lane / 16 * 8), word);
         }
     }
@@ -260,16 +223,16 @@ struct FusedBackwardRoles : Shape {
         };
         for (; left > 0; --left, block = block + 1 == all ? tile.begin : block + 1) {
             const auto& q = in.wait();
-            state.start(state.p, both.k, group, q.tile);
+            state.p.start_product(both.k, 64 * group, q.tile);
             const auto& dout = in.wait();
-            state.start(state.ds, both.v, group, dout.tile);
+            state.ds.start_product(both.v, 64 * group, dout.tile);
             ptx::wgmma_wait<1>();
             weigh(q);
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(state.ds.value);
             state.differ(dout.numbers);
-            state.round_weights();
-            state.start_dv(dout.tile);
+            state.p.template round<E>(state.rounded_p);
+            state.dv.start_adding(state.rounded_p, dout.tile);
             publish();
             state.start_dq(both.ds[left & 1], group, both.k);
             state.start_dk(both.ds[left & 1], group, q.tile);

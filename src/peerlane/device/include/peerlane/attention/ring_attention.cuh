@@ -15,9 +15,7 @@
 // Who pushes waits for nothing else, and all blocks are resident, so every tile gets what it waits for.
 #pragma once
 
-#include <peerlane/attention/attention.cuh>
-#include <peerlane/comm.cuh>
-#include <peerlane/attention/parcels.cuh>
+#include <peerlane/attention/shards.cuh>
 
 namespace peerlane {
 
@@ -40,29 +38,14 @@ namespace peerlane {
 //   u64 logarithms                                (batch, heads, length) floats
 //   u64 flags, epochs, claims                     claims: u32[2]
 template <class Shape, int W, class Parameters>
-struct RingAttentionRoles : Shape {
-    struct Tile : AttentionTile {
-        int owner;  // of the queries
-    };
-    using Parcel = peerlane::Parcel;
-    static constexpr int parcel_slots = parcels_at_once;
-    static constexpr RoleTable roles{Shape::roles.consumer_groups, 64, 216};  // who sends and waits needs more registers
-
-    const Parameters& parameters;
-    const Arena& arena;
-    const u32 epoch;
-    const TileClaims claims;
-
-    // By all threads: advances the epoch.
-    __device__ RingAttentionRoles(const Parameters& p, const Arena& a)
-        : parameters(p),
-          arena(a),
-          epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))),
-          claims(reinterpret_cast<u32*>(a.local(p.claims)), epoch) {}
+struct RingAttentionRoles : ShardedAttention<Shape, W, Parameters> {
+    using Sharded = ShardedAttention<Shape, W, Parameters>;
+    using Sharded::Sharded;
+    using typename Sharded::Tile;
+    using Sharded::parameters, Sharded::arena, Sharded::epoch;
 
     // ---- tiles ---------------------------------------------------------------------------------------------------------------------------
 
-    __device__ u32 claim() const { return claims.next(); }
     __device__ u32 tile_count() const { return lines() * (parameters.own_blocks + parameters.guest_blocks); }
 
     // Heads in groups; in a group the tiles with most keys first, but in the first one guests last, for they have to come.
@@ -212,25 +195,14 @@ struct RingAttentionRoles : Shape {
     __device__ u32 result_flags() const { return 1 + parameters.batch * parameters.key_heads * pieces() + lines() * blocks(); }
 
   private:
-    static constexpr u32 begun = 0;  // the flag of who has begun a launch
+    using Sharded::begun, Sharded::peers, Sharded::lines, Sharded::blocks, Sharded::pieces, Sharded::shard_steps, Sharded::steps;
+    using Sharded::begins_piece, Sharded::piece_flag, Sharded::gathered_batch;
 
-    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
-    __device__ u32 lines() const { return parameters.batch * parameters.heads; }
-    __device__ u32 blocks() const { return (parameters.length + Shape::queries - 1) / Shape::queries; }
-    __device__ u32 pieces() const { return (parameters.length + parameters.piece_tokens - 1) / parameters.piece_tokens; }
-    __device__ u32 shard_steps() const { return (parameters.length + Shape::keys - 1) / Shape::keys; }
-    __device__ u32 steps(int owner, int query) const {
-        if (!parameters.causal) return W * shard_steps();
-        return owner * shard_steps() + (min(query + Shape::queries, static_cast<int>(parameters.length)) + Shape::keys - 1) / Shape::keys;
-    }
     __device__ bool is_guest(const Tile& tile) const { return tile.owner != arena.rank; }
-    __device__ bool begins_piece(const AttentionStep& step) const { return step.source != arena.rank && step.key % parameters.piece_tokens == 0; }
     __device__ int key_head(int head) const { return head / static_cast<int>(parameters.heads / parameters.key_heads); }
-    __device__ int gathered_batch(u32 source, u32 batch) const { return static_cast<int>(((epoch & 1) * W + source) * parameters.batch + batch); }
     __device__ int guest_batch(u32 batch) const { return static_cast<int>((epoch & 1) * parameters.batch + batch); }
 
     // Flags: one of beginnings; of pieces; of guests' queries, one a tile; of their results, one a group.
-    __device__ u32 piece_flag(u32 line, u32 piece) const { return 1 + line * pieces() + piece; }
     __device__ u32 tile_number(u32 head, u32 batch, u32 block) const { return (batch * parameters.heads + head) * blocks() + block; }
     __device__ u32 query_flag(u32 head, u32 batch, u32 block) const {
         return 1 + parameters.batch * parameters.key_heads * pieces() + tile_number(head, batch, block);

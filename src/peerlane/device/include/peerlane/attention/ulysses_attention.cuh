@@ -9,8 +9,7 @@
 // for queries that came in launch e: their owner has begun it, and its stream has done what read the result of e - 1.
 #pragma once
 
-#include <peerlane/attention/attention.cuh>
-#include <peerlane/attention/parcels.cuh>
+#include <peerlane/attention/shards.cuh>
 
 namespace peerlane {
 
@@ -25,27 +24,12 @@ namespace peerlane {
 //   u64 gathered_q_at, gathered_k_at, gathered_v_at
 //   u64 flags, epochs, claims         claims: u32[2]
 template <class Shape, int W, class Parameters>
-struct UlyssesAttentionRoles : Shape {
-    struct Tile : AttentionTile {
-        int owner;  // of the queries
-    };
-    using Parcel = peerlane::Parcel;
-    static constexpr int parcel_slots = parcels_at_once;
-    static constexpr RoleTable roles{Shape::roles.consumer_groups, 64, 216};  // who sends and waits needs more registers
+struct UlyssesAttentionRoles : ShardedAttention<Shape, W, Parameters> {
+    using Sharded = ShardedAttention<Shape, W, Parameters>;
+    using Sharded::Sharded;
+    using typename Sharded::Tile;
+    using Sharded::parameters, Sharded::arena, Sharded::epoch;
 
-    const Parameters& parameters;
-    const Arena& arena;
-    const u32 epoch;
-    const TileClaims claims;
-
-    // By all threads: advances the epoch.
-    __device__ UlyssesAttentionRoles(const Parameters& p, const Arena& a)
-        : parameters(p),
-          arena(a),
-          epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))),
-          claims(reinterpret_cast<u32*>(a.local(p.claims)), epoch) {}
-
-    __device__ u32 claim() const { return claims.next(); }
     __device__ u32 tile_count() const { return lines() * W * blocks(); }
 
     // Heads in groups. In a group own queries come first, for the others have to come; under a causal mask those with most keys.
@@ -158,26 +142,15 @@ struct UlyssesAttentionRoles : Shape {
     }
 
   private:
-    static constexpr u32 begun = 0;  // the flag of who has begun a launch
+    using Sharded::begun, Sharded::peers, Sharded::lines, Sharded::blocks, Sharded::pieces, Sharded::shard_steps, Sharded::steps;
+    using Sharded::begins_piece, Sharded::piece_flag, Sharded::gathered_batch;
 
-    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
-    __device__ u32 lines() const { return parameters.batch * parameters.heads; }
-    __device__ u32 blocks() const { return (parameters.length + Shape::queries - 1) / Shape::queries; }
     __device__ u32 stored_blocks() const { return blocks() * Shape::roles.consumer_groups; }
-    __device__ u32 pieces() const { return (parameters.length + parameters.piece_tokens - 1) / parameters.piece_tokens; }
-    __device__ u32 shard_steps() const { return (parameters.length + Shape::keys - 1) / Shape::keys; }
-    __device__ u32 steps(int owner, int query) const {
-        if (!parameters.causal) return W * shard_steps();
-        return owner * shard_steps() + (min(query + Shape::queries, static_cast<int>(parameters.length)) + Shape::keys - 1) / Shape::keys;
-    }
-    __device__ bool begins_piece(const AttentionStep& step) const { return step.source != arena.rank && step.key % parameters.piece_tokens == 0; }
-    __device__ int gathered_batch(u32 source, u32 batch) const { return static_cast<int>(((epoch & 1) * W + source) * parameters.batch + batch); }
 
     // Queries, keys and values of a short line go behind each other, with one flag.
     __device__ bool together() const { return blocks() == 1 && pieces() == 1; }
 
     // Flags: one of beginnings; of pieces; of queries, one a tile; of results, one a group.
-    __device__ u32 piece_flag(u32 line, u32 piece) const { return 1 + line * pieces() + piece; }
     __device__ u32 query_flag(u32 line, u32 block) const { return together() ? piece_flag(line, 0) : 1 + lines() * pieces() + line * blocks() + block; }
     __device__ u32 result_flag(u32 line, u32 block) const { return 1 + lines() * (pieces() + blocks()) + line * stored_blocks() + block; }
 };

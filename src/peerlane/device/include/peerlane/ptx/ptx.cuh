@@ -95,79 +95,44 @@ __device__ inline void fence_proxy_async_shared() {
 // relaxed: atomic, orders nothing; pair it with a fence. acquire: behind it, what came before the release is seen; costs far less than a fence,
 // which waits for the thread's own accesses too. system: all GPUs and the host; gpu: this GPU; block: this block.
 
-__device__ inline u32 load_relaxed_system(const u32* address) {
-    u32 value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
+#define PEERLANE_LOAD(name, type, letter, instruction)                                                   \
+    __device__ inline type name(const type* address) {                                                   \
+        type value;                                                                                      \
+        asm volatile(instruction " %0, [%1];" : "=" letter(value) : "l"(address) : "memory");            \
+        return value;                                                                                    \
+    }
+#define PEERLANE_STORE(name, instruction)                                                                \
+    __device__ inline void name(u32* address, u32 value) {                                               \
+        asm volatile(instruction " [%0], %1;" ::"l"(address), "r"(value) : "memory");                    \
+    }
+// Returns the value before.
+#define PEERLANE_UPDATE(name, instruction)                                                               \
+    __device__ inline u32 name(u32* address, u32 value) {                                                \
+        u32 before;                                                                                      \
+        asm volatile(instruction " %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory"); \
+        return before;                                                                                   \
+    }
 
-__device__ inline u64 load_relaxed_system(const u64* address) {
-    u64 value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-    return value;
-}
+PEERLANE_LOAD(load_relaxed_system, u32, "r", "ld.relaxed.sys.global.u32")
+PEERLANE_LOAD(load_relaxed_system, u64, "l", "ld.relaxed.sys.global.u64")
+PEERLANE_LOAD(load_acquire_system, u32, "r", "ld.acquire.sys.global.u32")
+PEERLANE_LOAD(load_relaxed_gpu, u32, "r", "ld.relaxed.gpu.global.u32")
+PEERLANE_LOAD(load_acquire_gpu, u32, "r", "ld.acquire.gpu.global.u32")
+PEERLANE_STORE(store_relaxed_system, "st.relaxed.sys.global.u32")
+PEERLANE_STORE(store_relaxed_gpu, "st.relaxed.gpu.global.u32")
+PEERLANE_UPDATE(add_relaxed_gpu, "atom.relaxed.gpu.global.add.u32")
+PEERLANE_UPDATE(add_relaxed_system, "atom.relaxed.sys.global.add.u32")
+PEERLANE_UPDATE(exchange_relaxed_system, "atom.relaxed.sys.global.exch.b32")
 
-__device__ inline u32 load_acquire_system(const u32* address) {
-    u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline void store_relaxed_system(u32* address, u32 value) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ inline u32 load_relaxed_gpu(const u32* address) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline u32 load_acquire_gpu(const u32* address) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline void store_relaxed_gpu(u32* address, u32 value) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-// The value before the addition.
-__device__ inline u32 add_relaxed_gpu(u32* address, u32 value) {
-    u32 before;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
-    return before;
-}
+// Of shared memory, for threads of one block.
+PEERLANE_LOAD(load_relaxed_block, u32, "r", "ld.relaxed.cta.u32")
+PEERLANE_STORE(store_release_block, "st.release.cta.u32")
 
 // Four floats, each for itself, in no fixed order.
 __device__ inline void add_floats_relaxed_gpu(float* address, const Vec16& value) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(__uint_as_float(value.word[0])),
                  "f"(__uint_as_float(value.word[1])), "f"(__uint_as_float(value.word[2])), "f"(__uint_as_float(value.word[3]))
                  : "memory");
-}
-
-__device__ inline u32 add_relaxed_system(u32* address, u32 value) {
-    u32 before;
-    asm volatile("atom.relaxed.sys.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
-    return before;
-}
-
-__device__ inline u32 exchange_relaxed_system(u32* address, u32 value) {
-    u32 before;
-    asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
-    return before;
-}
-
-// Of shared memory, for threads of one block.
-__device__ inline u32 load_relaxed_block(const u32* address) {
-    u32 value;
-    asm volatile("ld.relaxed.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-
-__device__ inline void store_release_block(u32* address, u32 value) {
-    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // A 128-bit scalar: never torn, unlike a vector of four words. Volatile, which means relaxed at system scope: ptxas (13.0) makes two loads of one
@@ -197,18 +162,22 @@ __device__ inline void store_relaxed_system(Vec16* address, const Vec16& value) 
 
 // ---- conversions -----------------------------------------------------------------------------------------------------------------------
 
-// Two floats to two 16-bit floats in one word, `low` in the low half, rounded to nearest even.
-__device__ inline u32 pack_bf16x2(float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
-    return word;
-}
+#define PEERLANE_PACK(name, result, letter, instruction)                                                 \
+    __device__ inline result name(float low, float high) {                                               \
+        result packed;                                                                                   \
+        asm(instruction " %0, %2, %1;" : "=" letter(packed) : "f"(low), "f"(high));                      \
+        return packed;                                                                                   \
+    }
+#define PEERLANE_FUNCTION(name, result, result_letter, given, letter, instruction)                       \
+    __device__ inline result name(given x) {                                                             \
+        result y;                                                                                        \
+        asm(instruction " %0, %1;" : "=" result_letter(y) : letter(x));                                  \
+        return y;                                                                                        \
+    }
 
-__device__ inline u32 pack_f16x2(float low, float high) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
-    return word;
-}
+// Two floats to two 16-bit floats in one word, `low` in the low half, rounded to nearest even.
+PEERLANE_PACK(pack_bf16x2, u32, "r", "cvt.rn.bf16x2.f32")
+PEERLANE_PACK(pack_f16x2, u32, "r", "cvt.rn.f16x2.f32")
 
 __device__ inline void unpack_f16x2(u32 word, float& low, float& high) {
     asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}" : "=f"(low), "=f"(high) : "r"(word));
@@ -216,49 +185,22 @@ __device__ inline void unpack_f16x2(u32 word, float& low, float& high) {
 
 // Two 8-bit floats (`low` in the low byte) to two halves in one word, exactly; and back from floats, rounded to nearest even, with what is
 // too large made the largest number of the type. NaN stays NaN.
-__device__ inline u32 unpack_e4m3x2(u16 pair) {
-    u32 word;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(pair));
-    return word;
-}
-
-__device__ inline u32 unpack_e5m2x2(u16 pair) {
-    u32 word;
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(word) : "h"(pair));
-    return word;
-}
-
-__device__ inline u16 pack_e4m3x2(float low, float high) {
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(low), "f"(high));
-    return pair;
-}
-
-__device__ inline u16 pack_e5m2x2(float low, float high) {
-    u16 pair;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(low), "f"(high));
-    return pair;
-}
+PEERLANE_FUNCTION(unpack_e4m3x2, u32, "r", u16, "h", "cvt.rn.f16x2.e4m3x2")
+PEERLANE_FUNCTION(unpack_e5m2x2, u32, "r", u16, "h", "cvt.rn.f16x2.e5m2x2")
+PEERLANE_PACK(pack_e4m3x2, u16, "h", "cvt.rn.satfinite.e4m3x2.f32")
+PEERLANE_PACK(pack_e5m2x2, u16, "h", "cvt.rn.satfinite.e5m2x2.f32")
 
 // ---- functions of the special unit: relative errors of about 2^-22; powers and inputs below the normal numbers count as zero ---------------
 
-__device__ inline float exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+PEERLANE_FUNCTION(exp2, float, "f", float, "f", "ex2.approx.ftz.f32")
+PEERLANE_FUNCTION(log2, float, "f", float, "f", "lg2.approx.ftz.f32")
+PEERLANE_FUNCTION(reciprocal, float, "f", float, "f", "rcp.approx.ftz.f32")
 
-__device__ inline float log2(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ inline float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+#undef PEERLANE_LOAD
+#undef PEERLANE_STORE
+#undef PEERLANE_UPDATE
+#undef PEERLANE_PACK
+#undef PEERLANE_FUNCTION
 
 }  // namespace ptx
 }  // namespace peerlane

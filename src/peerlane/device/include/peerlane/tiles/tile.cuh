@@ -140,6 +140,13 @@ struct Operand : SharedTile<E, major == Major::k ? Span : panel_columns, major =
     __device__ static Place3 place(int outer, int inner, int z) { return major == Major::k ? Place3{inner, outer, z} : Place3{outer, inner, z}; }
 };
 
+// Where a thread of a warpgroup has the elements of a sum: in two rows, eight apart, of which number r is row `row(r)`.
+struct SumPlaces {
+    __device__ static int row(int r) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
+    __device__ static constexpr int row_of(int element) { return element / 2 % 2; }
+    __device__ static int column_of(int element) { return 8 * (element / 4) + element % 2 + 2 * static_cast<int>(threadIdx.x % 4); }
+};
+
 // A sum of 64 x N products over a warpgroup, in the fragment layout of ptx_mma.cuh.
 template <int N>
 struct SumTile {
@@ -156,6 +163,45 @@ struct SumTile {
         }
     }
 
+    // Starts A B^T: rows of A from `row` on, and k along the columns of both.
+    template <class E, int Rows, int Depth>
+    __device__ void start_product(const SharedTile<E, Rows, Depth>& a, int row, const SharedTile<E, N, Depth>& b) {
+        const auto left = a.along_columns(row);
+        const auto right = b.along_columns(0);
+        ptx::wgmma_hold(value);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Depth / mma_depth; ++step) {
+            ptx::wgmma<mma_type<E>, N, Major::k, Major::k>(value, left[step], right[step], step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    // Starts adding A B, to nothing if `first`. A is `rounded`, in registers.
+    template <class E, int K>
+    __device__ void start_adding(const u32 (&a)[K / mma_depth][4], const SharedTile<E, K, N>& b, bool first = false) {
+        const auto right = b.along_rows();
+        ptx::wgmma_hold(value);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < K / mma_depth; ++step) ptx::wgmma<mma_type<E>, N, Major::mn>(value, a[step], right[step], !first || step > 0);
+        ptx::wgmma_commit();
+    }
+
+    // Rounds columns [first, first + 16), as stmatrix takes them, and as a left operand has them.
+    template <class E>
+    __device__ void round(u32 (&word)[4], int first) const {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) word[w] = E::narrow(value + first / 2 + 2 * w);
+    }
+
+    // Rounds all of it to the left operand of a product.
+    template <class E>
+    __device__ void round(u32 (&rounded)[N / mma_depth][4]) const {
+#pragma unroll
+        for (int step = 0; step < N / mma_depth; ++step) round<E>(rounded[step], mma_depth * step);
+    }
+
     // Rounds columns [first, first + 64) into the tile, by stmatrix: 16 columns at a time, four 8 x 8 matrices.
     template <class E>
     __device__ void store(SharedTile<E, 64, panel_columns>& tile, int first) const {
@@ -164,8 +210,7 @@ struct SumTile {
 #pragma unroll
         for (int j = 0; j < panel_columns; j += 16) {
             u32 word[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) word[w] = E::narrow(value + (first + j) / 2 + 2 * w);
+            round<E>(word, first + j);
             ptx::store_matrices(tile.data + tile.offset(row, j + lane / 16 * 8), word);
         }
     }
@@ -178,8 +223,7 @@ struct SumTile {
 #pragma unroll
         for (int j = 0; j < panel_columns; j += 16) {
             u32 word[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) word[w] = E::narrow(value + (first + j) / 2 + 2 * w);
+            round<E>(word, first + j);
             ptx::store_matrices_transposed(tile.data + tile.offset(j + lane / 16 * 8 + lane % 8, column), word);
         }
     }
