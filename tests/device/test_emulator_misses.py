@@ -33,6 +33,20 @@ KERNEL(vector_at_4) { *reinterpret_cast<float4*>(reinterpret_cast<char*>(y) + 4 
 KERNEL(vector_at_16) { *reinterpret_cast<float4*>(reinterpret_cast<char*>(y) + 16 * threadIdx.x) = make_float4(1, 2, 3, 4); }
 KERNEL(double_at_4) { y[threadIdx.x] = u32(*reinterpret_cast<double*>(y + 65 + 2 * threadIdx.x)); }
 KERNEL(double_at_8) { y[threadIdx.x] = u32(*reinterpret_cast<double*>(y + 64 + 2 * threadIdx.x)); }
+template <u32 from, u32 to, u32 bytes> __device__ void copy_in_bulk(const Arena& a, u64 data) {
+    alignas(16) __shared__ u32 words[32];
+    words[threadIdx.x] = threadIdx.x;
+    __syncthreads();
+    if (threadIdx.x) return;
+    ptx::fence_proxy_async();
+    ptx::bulk_store(a.local(data) + to, reinterpret_cast<char*>(words) + from, bytes);
+    ptx::bulk_commit();
+    ptx::bulk_wait<0>();
+}
+KERNEL(bulk_from_8) { copy_in_bulk<8, 0, 64>(a, data); }
+KERNEL(bulk_to_8) { copy_in_bulk<0, 8, 64>(a, data); }
+KERNEL(bulk_of_24) { copy_in_bulk<0, 0, 24>(a, data); }
+KERNEL(bulk_of_16s) { copy_in_bulk<16, 32, 64>(a, data); }
 KERNEL(atomic_at_2) { atomicAdd(reinterpret_cast<u32*>(reinterpret_cast<char*>(y) + 2), 1u); }
 
 // ---- loads that promise that nobody writes
@@ -62,6 +76,7 @@ KERNEL(all_written) { through_shared<true>(y); }
 KERNEL(two_branches) {
     if (threadIdx.x < 16) { y[threadIdx.x] = 1; __syncthreads(); y[threadIdx.x + 64] = 2; } else { __syncthreads(); y[threadIdx.x] = 3; }
 }
+KERNEL(half_a_warp) { if (threadIdx.x < 16) y[threadIdx.x] = __shfl_xor_sync(~0u, epoch, 1); else { __syncwarp(); y[threadIdx.x] = 3; } }
 KERNEL(one_branch) { for (u32 i = 0; i < epoch + 2; ++i) { __syncthreads(); if (threadIdx.x == i) y[i] = 1; } }
 
 // ---- the end of a launch
@@ -231,12 +246,17 @@ def kinds(report: Report) -> set[str]:
         ("double_at_4", {"misaligned_address"}),
         ("double_at_8", set()),
         ("atomic_at_2", {"misaligned_address"}),
+        ("bulk_from_8", {"misaligned_address"}),
+        ("bulk_to_8", {"misaligned_address"}),
+        ("bulk_of_24", {"misaligned_address"}),
+        ("bulk_of_16s", set()),
         ("read_only", {"race"}),
         ("read_and_written", set()),
         ("put read_only_later", set()),
         ("half_written", {"uninitialised_read"}),
         ("all_written", set()),
         ("two_branches", {"barrier"}),
+        ("half_a_warp", {"barrier"}),
         ("one_branch", set()),
         ("fill both_relaxed", {"launch_boundary?"}),
         ("fill relaxed_start", {"launch_boundary?"}),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import peerlane
-from peerlane.errors import EmulatedFault
+from peerlane.errors import EmulatedFault, LaunchError
 from peerlane.testing import RaceFound
 
 HOST = r"""template <class T> __global__ void sum(const T* const* data, const T* x, T* out) {
@@ -17,11 +17,12 @@ HOST = r"""template <class T> __global__ void sum(const T* const* data, const T*
 }"""
 
 
-def launched(data: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def launched(data: int, x: torch.Tensor, out: torch.Tensor, shared_bytes: int = 0) -> torch.Tensor:
     major, minor = core.Device().compute_capability
     program = core.Program(HOST, "c++", core.ProgramOptions(arch=f"sm_{major}{minor}a")).compile("cubin", name_expressions=("sum<float>",))
     stream = core.Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-    core.launch(stream, core.LaunchConfig(grid=1, block=32), program.get_kernel("sum<float>"), data, x.data_ptr(), out.data_ptr())
+    config = core.LaunchConfig(grid=1, block=32, shmem_size=shared_bytes)
+    core.launch(stream, config, program.get_kernel("sum<float>"), data, x.data_ptr(), out.data_ptr())
     return out
 
 
@@ -36,6 +37,17 @@ def test_a_read_of_what_torch_empty_holds_is_told(written: bool) -> None:
 
     with contextlib.nullcontext() if written else pytest.raises(RaceFound, match="uninitialised_read: a tensor"):
         reads()
+
+
+def test_more_shared_memory_than_a_gpu_allows_is_refused() -> None:
+    @peerlane.race(world_size=2, schedules=1)
+    def launches() -> None:
+        x = torch.ones(32)
+        launched(0, x, torch.empty_like(x), shared_bytes=48 << 10)
+        with pytest.raises(LaunchError, match="49168 bytes of dynamic shared memory; expected at most 49152"):
+            launched(0, x, torch.empty_like(x), shared_bytes=(48 << 10) + 16)
+
+    launches()
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -32,6 +32,8 @@ from peerlane.emulator.torch_cuda import TORCH_CUDA, Stream
 from peerlane.errors import CompileError, LaunchError, UsageError
 
 _SYSTEM = "cuda.core"
+_DYNAMIC_SHARED_BYTES = 48 << 10
+"""the most that a launch may ask for, as long as nobody has raised the kernel's limit; cuda.core has no call for that"""
 
 
 @functools.cache
@@ -114,6 +116,11 @@ def launch(stream: Any, config: Any, kernel: CoreKernel, *args: Any) -> None:
     parameters = kernel.entry.parameters
     if len(args) != len(parameters):
         raise UsageError(f"kernel {kernel.entry.name} takes {len(parameters)} parameters, and {len(args)} are given")
+    if config.shmem_size > _DYNAMIC_SHARED_BYTES:
+        raise LaunchError(
+            f"kernel {kernel.entry.name} got {config.shmem_size} bytes of dynamic shared memory; expected at most {_DYNAMIC_SHARED_BYTES}: "
+            "a GPU refuses more until cuKernelSetAttribute has raised the kernel's limit, which emulated ranks do not have"
+        )
     values = [
         _packed(group, kernel.entry.name, index, (length or 1) * TYPES[kind][1], value)
         for index, ((kind, _, _, length), value) in enumerate(zip(parameters, args, strict=True))

@@ -19,7 +19,7 @@ MEANINGS = {
     "deadlock": "nobody can go on",
     "trap": "a kernel stopped itself",
     "illegal_address": "memory that this thread may not use",
-    "misaligned_address": "a GPU stops here: the address of an access must be a multiple of its size (16 for float4)",
+    "misaligned_address": "a GPU stops here: the address of an access must be a multiple of its size (16 for float4 and bulk copies)",
     "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
     "wrong_result": "the memory does not hold what was expected",
     "order_of_atomics": "what is written depends on the order of atomics, as sums of floats do: right if each order gives a right result",

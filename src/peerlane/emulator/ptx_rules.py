@@ -321,12 +321,12 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         ):
             target, source, nbytes, barrier = operands
             at = self._mbarrier_at(barrier)
-            segment = f"{{{self.pointer(target, 'shared')}, {self.pointer(source, 'global')}, {self.value(nbytes, 'u32')}}}"
-            return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, {at}, bulk_queue); }}"
+            segment = f"{self.pointer(target, 'shared')}, {self.pointer(source, 'global')}, {self.value(nbytes, 'u32')}"
+            return f"peerlane_async_bulk({segment}, Combine::replace, {at});"
         if said == "async.bulk.global.shared::cta.bulk_group":
             target, source, nbytes = operands
-            segment = f"{{{self.pointer(target, 'global')}, {self.pointer(source, 'shared')}, {self.value(nbytes, 'u32')}}}"
-            return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, nullptr, bulk_queue); }}"
+            segment = f"{self.pointer(target, 'global')}, {self.pointer(source, 'shared')}, {self.value(nbytes, 'u32')}"
+            return f"peerlane_async_bulk({segment}, Combine::replace, nullptr);"
         if modifiers[:3] == ["async", "bulk", "tensor"]:
             return self._tensor_copy(modifiers[3:], operands)
         return self._cp_async(modifiers[1:], operands) if modifiers[0] == "async" else None

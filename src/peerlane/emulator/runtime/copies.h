@@ -138,6 +138,26 @@ inline void Machine::async(
     if (!barrier) fiber.groups[queue].open.push_back(copy);
 }
 
+inline void Machine::async_aligned(const void* address, std::uint32_t alignment, std::uint32_t site) {
+    const std::uint64_t offset = memory.offset(address);
+    if (offset % alignment == 0) return;
+    Fiber& fiber = *current;
+    fiber.site = site;
+    Finding finding{"misaligned_address", "such a copy needs an address that is a multiple of " + std::to_string(alignment), {side(fiber, "copies")}};
+    if (memory.holds(offset)) locate(finding, offset);
+    fatal(std::move(finding));
+}
+
+inline void Machine::async_bulk(const Segment& whole, Combine combine, std::uint64_t* barrier, std::uint32_t site) {
+    async_aligned(whole.target, 16, site);
+    async_aligned(whole.source, 16, site);
+    if (whole.bytes % 16) {
+        current->site = site;
+        fatal({"misaligned_address", "a bulk copy of " + std::to_string(whole.bytes) + " bytes: expected a multiple of 16", {side(*current, "copies")}});
+    }
+    async(&whole, 1, combine, barrier, bulk_queue, site);
+}
+
 // Starts an operation of the current thread, under a number of its own.
 inline std::shared_ptr<Copy> Machine::issue(
     const Segment* segments, std::uint32_t count, bool reads_shared, bool writes_shared, Block* uses) {

@@ -74,6 +74,7 @@ inline void Machine::check_warp(const Warp& warp, const Warp::Exchange& own, con
                 if (!(own.mask >> other->index % 32 & 1)) continue;
                 Finding finding = mismatch("lanes of a warp wait for each other in different operations, or with different masks", *other,
                                            other->site, site);
+                finding.offset = 1;  // two operations or two masks, also if one line of the source has both
                 finding.sides[0].action = other->waits_for;
                 finding.sides[1].action = name;
                 fatal(std::move(finding));

@@ -101,6 +101,8 @@ class Machine {
     void mbarrier_init_fence();
     std::uint32_t mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t arrivals, bool drop, std::uint32_t site);
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
+    void async_aligned(const void* address, std::uint32_t alignment, std::uint32_t site);
+    void async_bulk(const Segment& whole, Combine combine, std::uint64_t* barrier, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
     void remote(void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site);
     void async_commit(unsigned queue);

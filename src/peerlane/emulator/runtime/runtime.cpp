@@ -246,6 +246,10 @@ bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
 void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue) {
     machine->async(segments, count, combine, reinterpret_cast<std::uint64_t*>(barrier), queue, SITE);
 }
+void peerlane_async_aligned(const void* address, unsigned alignment) { machine->async_aligned(address, alignment, SITE); }
+void peerlane_async_bulk(void* target, const void* source, unsigned bytes, Combine combine, unsigned long long* barrier) {
+    machine->async_bulk({target, source, bytes}, combine, reinterpret_cast<std::uint64_t*>(barrier), SITE);
+}
 void peerlane_async_commit(unsigned queue) { machine->async_commit(queue); }
 void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only) { machine->async_wait(queue, pending, sources_only, SITE); }
 void peerlane_remote(void* target, const void* source, unsigned bytes, unsigned long long* counter, unsigned long long add) {

@@ -108,6 +108,10 @@ unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
 // With an mbarrier the operation counts its bytes there, without one it belongs to the open group of the thread's queue.
 void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue);
+// A GPU stops if the address that such a copy gets is not a multiple of `alignment`.
+void peerlane_async_aligned(const void* address, unsigned alignment);
+// A bulk copy of plain bytes: both addresses and the size are multiples of 16.
+void peerlane_async_bulk(void* target, const void* source, unsigned bytes, Combine combine, unsigned long long* barrier);
 void peerlane_async_commit(unsigned queue);
 void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only);
 // A message to memory of another node: bytes are read and written at times of their own, and then `add` is added to the counter there. Either

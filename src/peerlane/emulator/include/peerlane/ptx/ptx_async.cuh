@@ -27,13 +27,11 @@ PEERLANE_INLINE void mbarrier_arrive_at(u64* barrier, u32 rank) {
 // ---- bulk copies
 
 PEERLANE_INLINE void bulk_load(void* shared, const void* global, u32 bytes, u64* barrier) {
-    const emulator::Segment whole{shared, global, bytes};
-    emulator::peerlane_async(&whole, 1, emulator::Combine::replace, barrier, emulator::bulk_queue);
+    emulator::peerlane_async_bulk(shared, global, bytes, emulator::Combine::replace, barrier);
 }
 
 PEERLANE_INLINE void bulk_store(void* global, const void* shared, u32 bytes) {
-    const emulator::Segment whole{global, shared, bytes};
-    emulator::peerlane_async(&whole, 1, emulator::Combine::replace, nullptr, emulator::bulk_queue);
+    emulator::peerlane_async_bulk(global, shared, bytes, emulator::Combine::replace, nullptr);
 }
 
 enum class BulkAdd { f32, f16, bf16, u32 };
@@ -44,8 +42,7 @@ PEERLANE_INLINE void bulk_add(void* global, const void* shared, u32 bytes) {
                                       : type == BulkAdd::f16  ? emulator::Combine::add_f16
                                       : type == BulkAdd::bf16 ? emulator::Combine::add_bf16
                                                               : emulator::Combine::add_u32;
-    const emulator::Segment whole{global, shared, bytes};
-    emulator::peerlane_async(&whole, 1, how, nullptr, emulator::bulk_queue);
+    emulator::peerlane_async_bulk(global, shared, bytes, how, nullptr);
 }
 
 PEERLANE_INLINE void bulk_commit() { emulator::peerlane_async_commit(emulator::bulk_queue); }

@@ -70,6 +70,7 @@ PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, con
 }
 
 PEERLANE_INLINE void load(void* shared, const TensorMap* map, u64* barrier, const Place& place) {
+    emulator::peerlane_async_aligned(shared, 128);
     emulator::Segments segments;
     each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) { segments.add(piece, global, bytes); });
     emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, barrier, emulator::bulk_queue);
@@ -77,6 +78,7 @@ PEERLANE_INLINE void load(void* shared, const TensorMap* map, u64* barrier, cons
 
 // One copy for each block, which are done at different times.
 PEERLANE_INLINE void load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, const Place& place) {
+    emulator::peerlane_async_aligned(shared, 128);
     for (u32 block = 0; blocks >> block; ++block) {
         if (!(blocks >> block & 1)) continue;
         emulator::Segments segments;
@@ -88,6 +90,7 @@ PEERLANE_INLINE void load_to(u16 blocks, void* shared, const TensorMap* map, u64
 }
 
 PEERLANE_INLINE void store(const TensorMap* map, const void* shared, const Place& place) {
+    emulator::peerlane_async_aligned(shared, 128);
     emulator::Segments segments;
     each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) {
         if (global) segments.add(global, piece, bytes);
