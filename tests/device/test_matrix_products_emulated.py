@@ -11,11 +11,14 @@ import torch
 from device import emulated
 from device.emulated import SumCalls
 from device.judged import judge_case, require_correct
+from device.runs import require_clean
 from device.twins import use_header, write_header
 from peerlane import solutions
 from peerlane.device.host.declare import LocalKernel
 from peerlane.device.products import gathering, gemm
 from peerlane.device.products.gemm import Tiling
+from peerlane.device.products.gemm_all_reduce import GemmAllReduce
+from peerlane.device.products.gemm_reduce_scatter import GemmReduceScatter
 from peerlane.emulator import Scenario, check, solution_run
 from representatives import first
 
@@ -38,32 +41,32 @@ def plain_of_pairs() -> Scenario:
 
 def reduce_scatter(world_size: int = 2) -> SumCalls:
     """Ranks of unequal depth, rows that end within a tile."""
-    return SumCalls("GemmReduceScatter", 40 * world_size, 72, (72, 13, 64, 8)[:world_size], SMALL, sm_count=1)
+    return SumCalls(GemmReduceScatter, 40 * world_size, 72, (72, 13, 64, 8)[:world_size], SMALL, sm_count=1)
 
 
 def reduce_scatter_of_pairs(world_size: int = 2) -> SumCalls:
     """One cluster of two blocks; of the second of two tiles' rows the first block has some and the second none."""
-    return SumCalls("GemmReduceScatter", 140 * world_size, 136, (72, 13, 64)[:world_size], PAIR)
+    return SumCalls(GemmReduceScatter, 140 * world_size, 136, (72, 13, 64)[:world_size], PAIR)
 
 
 def lagging(world_size: int = 2) -> SumCalls:
     """Own tiles one number behind the others'."""
-    return SumCalls("GemmReduceScatter", 136 * world_size, 72, (72, 13, 64)[:world_size], SMALL)
+    return SumCalls(GemmReduceScatter, 136 * world_size, 72, (72, 13, 64)[:world_size], SMALL)
 
 
 def all_reduce(world_size: int = 2) -> SumCalls:
     """Three tiles by six: the last round lacks some. Two blocks."""
-    return SumCalls("GemmAllReduce", 136, 72, (72, 13, 64, 8)[:world_size], SMALL, calls=3)
+    return SumCalls(GemmAllReduce, 136, 72, (72, 13, 64, 8)[:world_size], SMALL, calls=3)
 
 
 def all_reduce_of_pairs(world_size: int = 3) -> SumCalls:
     """Four tiles of three ranks, by one cluster of two blocks."""
-    return SumCalls("GemmAllReduce", 140, 136, (72, 13, 64)[:world_size], PAIR)
+    return SumCalls(GemmAllReduce, 140, 136, (72, 13, 64)[:world_size], PAIR)
 
 
 def in_rank_order(world_size: int = 3) -> SumCalls:
     """Sums that do not depend on a tile's owner."""
-    return SumCalls("GemmAllReduce", 136, 72, (72, 13, 64)[:world_size], SMALL, epilogue=gemm.Epilogue(batch_invariant=True))
+    return SumCalls(GemmAllReduce, 136, 72, (72, 13, 64)[:world_size], SMALL, epilogue=gemm.Epilogue(batch_invariant=True))
 
 
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
@@ -83,14 +86,12 @@ def all_gather_of_pairs(world_size: int = 2, communicator_blocks: int = 0) -> Sc
 
 
 def test_a_product_is_right_and_nothing_in_it_is_unordered() -> None:
-    report = check(plain(), schedules=4)
-    assert report.clean, str(report)
+    require_clean(plain(), schedules=4)
 
 
 @pytest.mark.parametrize("b_major", first(["k", "mn"]))
 def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
-    report = check(emulated.plain_product(136, 136, 136, PAIR, grid=4, majors=("k", b_major)), schedules=4)
-    assert report.clean, str(report)
+    require_clean(emulated.plain_product(136, 136, 136, PAIR, grid=4, majors=("k", b_major)), schedules=4)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +100,11 @@ def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
     ids=["all_gather by warps", "all_gather by blocks"],
 )
 def test_clusters_communicate_as_blocks_do(scenario: Callable[[], Scenario]) -> None:
-    report = check(scenario(), schedules=2)
-    assert report.clean, str(report)
+    require_clean(scenario(), schedules=2)
 
 
 def test_two_groups_take_their_halves_of_transposed_operands() -> None:
-    report = check(emulated.plain_product(136, 200, 72, Tiling(2, 128, 2), dtype=torch.float16, majors=("mn", "k")), schedules=1)
-    assert report.clean, str(report)
+    require_clean(emulated.plain_product(136, 200, 72, Tiling(2, 128, 2), dtype=torch.float16, majors=("mn", "k")), schedules=1)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +117,14 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
         *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
     ],
 )
-def test_a_sum_of_products_is_right_call_after_call(calls: Callable[[int], SumCalls], world_size: int, tmp_path: Path) -> None:
-    assert not calls(world_size).found(tmp_path)
+def test_a_sum_of_products_is_right_call_after_call(calls: Callable[[int], SumCalls], world_size: int) -> None:
+    assert not calls(world_size).found()
 
 
 @pytest.mark.parametrize("communicator_blocks", [0, 2], ids=["warps", "blocks"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, communicator_blocks: int) -> None:
-    report = check(all_gather(world_size, communicator_blocks=communicator_blocks), schedules=2)
-    assert report.clean, str(report)
+    require_clean(all_gather(world_size, communicator_blocks=communicator_blocks), schedules=2)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +272,7 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeyp
         if twin.scenario == "columns_to_all":
             found = {finding.kind for finding in judge_case(14, "tile_bf16").outcome.findings}
         else:
-            found = SUMS[twin.scenario]().found(tmp_path)
+            found = SUMS[twin.scenario]().found()
     else:
         scenario = SCENARIOS[twin.scenario]()
         scenario.include_dirs = (write_header(tmp_path, *change),)
@@ -311,5 +309,4 @@ def test_tiles_may_be_claimed_instead_of_dealt() -> None:
     arguments = gemm.GEMM.arguments.from_buffer_copy(dealt.arguments[0])
     for _ in range(2):
         scenario.launch("gemm", 2, SMALL.threads, (arguments, counters, epochs), shared_bytes=SMALL.shared_bytes)
-    report = check(scenario, schedules=2)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=2)

@@ -7,6 +7,7 @@ import torch
 
 from device import test_patterns as patterns
 from device.judged import cases, require_correct
+from device.runs import require_clean
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, build, check
@@ -185,8 +186,7 @@ def test_ptx_of_any_compiler_is_a_scenario() -> None:
     expected = torch.tensor([31 - i if i < 20 else 0 for i in range(32)], dtype=torch.int32)
     out = scenario.buffer("out", [torch.zeros(32, dtype=torch.int32)], [expected])
     scenario.launch("turn", 1, 32, [out, ctypes.c_uint32(20)], shared_bytes=128)
-    report = check(scenario, schedules=10)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=10)
     racy = Scenario("turn", Ptx(text.replace("    bar.sync 0;\n", "")), 1)
     out = racy.buffer("out", [torch.zeros(32, dtype=torch.int32)])
     racy.launch("turn", 1, 32, [out, ctypes.c_uint32(20)], shared_bytes=128)
@@ -219,5 +219,4 @@ def test_barriers_reduce_predicates() -> None:
     scenario = Scenario("votes", Ptx(text), 1)
     out = scenario.buffer("out", [torch.zeros(64, dtype=torch.int32)], [torch.full((64,), 1220, dtype=torch.int32)])
     scenario.launch("votes", 1, 64, [out])
-    report = check(scenario, schedules=3)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=3)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from device.runs import require_clean
 from device.test_ptx_front_end import MISSING
 from peerlane.device import compile_cubin
 from peerlane.device.host.tensor_map import TensorMapSpec
@@ -113,8 +114,7 @@ def test_boxes_have_one_to_five_dimensions() -> None:
     out = scenario.buffer("out", [torch.zeros(96, dtype=torch.int32)], [torch.cat([first, second.flatten()])])
     maps = [spec(places[0], line, (32,), False).emulated(), spec(places[1], five, (2, 2, 2, 2, 4), False).emulated()]
     scenario.launch("edges", 1, 32, [*maps, out])
-    report = check(scenario, schedules=5)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=5)
 
 
 @pytest.mark.parametrize(
