@@ -36,6 +36,11 @@ class Run:
             raise self.failure
         return {finding.kind for finding in self.findings}
 
+    @property
+    def races(self) -> list[str]:
+        """What the emulator says of races."""
+        return [str(finding) for finding in self.findings if finding.kind == "race"]
+
     def faults(self, right: bool) -> set[str]:
         """The kinds of the findings, and ``wrong_result`` unless the outputs are ``right``."""
         return self.kinds if right else self.kinds | {"wrong_result"}

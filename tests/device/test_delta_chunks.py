@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from device.judged import judge, require_correct
-from device.twins import twin
+from device.twins import use_twin
 from peerlane import problems, solutions
 from peerlane.device.host.jit import compile_cubin
 from peerlane.device.host.resources import resources
@@ -123,7 +123,7 @@ TWINS = [
 @pytest.mark.usefixtures("small_ring")
 @pytest.mark.parametrize(("number", "local", "old", "new"), TWINS)
 def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chunks, "DELTA_CHUNKS", twin(DELTA_CHUNKS, old, new, "attention/delta_rule.cuh"))
+    use_twin(monkeypatch, delta_chunks, "DELTA_CHUNKS", old, new, "attention/delta_rule.cuh")
     assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 

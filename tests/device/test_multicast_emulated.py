@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from device import multicast_kernels as kernels
+from device.runs import Run, equal, run_calls
 from device.test_ptx_front_end import MISSING
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.emulator.findings import Finding
 from peerlane.emulator.ptx_front_end import translate
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
 
 
 @pytest.fixture(autouse=True)
@@ -21,41 +19,31 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
 
 
-def raced(broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
-    """Returns what the last of two calls gave on each rank, and what was found."""
-    world = EmulatedRanks(3, schedules=8)
-    world.load(lambda rank: kernels.solution(broken))
-    outputs: list[torch.Tensor] = []
-    try:
-        for _ in range(2):
-            outputs = world.call(kernels.inputs(3), lambda rank, output: output.clone())
-    except RankFailure:
-        outputs = []
-    return outputs, findings(world.reports())
+def raced(broken: int) -> Run:
+    """Two calls on three ranks."""
+    return run_calls(lambda rank: kernels.solution(broken), [kernels.inputs(3)] * 2, schedules=8)
 
 
 def test_a_right_all_reduce_by_multicast_is_clean() -> None:
-    outputs, found = raced(0)
     wanted = torch.stack([x for (x,) in kernels.inputs(3)]).sum(0)
-    assert not found, "\n".join(map(str, found))
-    assert len(outputs) == 3 and all(torch.equal(output, wanted) for output in outputs)
+    assert equal(raced(0).clean()[-1], [wanted] * 3)
 
 
 @pytest.mark.parametrize("broken", [1, 2])
 def test_a_lacking_barrier_is_told_with_both_lines(broken: int) -> None:
-    _, found = raced(broken)
     file = Path(kernels.__file__)
     lines = file.read_text().splitlines()
     write, read = (1 + next(i for i, line in enumerate(lines) if text in line) for text in ("[i] = x[i]", '"=f"(sum.x)'))
-    told = [str(finding) for finding in found if finding.kind == "race"]
-    assert any(f"{file.name}:{write}\n" in text and f"{file.name}:{read}\n" in text for text in told), "\n".join(map(str, found))
+    told = raced(broken).races
+    assert any(f"{file.name}:{write}\n" in text and f"{file.name}:{read}\n" in text for text in told), "\n".join(told)
 
 
 def test_without_permission_there_is_no_multicast_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    outputs, found = raced(0)
-    assert not outputs and [finding.kind for finding in found] == ["illegal_address"]
-    assert "not a multicast address of this rank" in str(found[0]) and "TORCH_SYMM_MEM_DISABLE_MULTICAST=0 allows" in str(found[0])
+    run = raced(0)
+    assert not run.outputs and run.kinds == {"illegal_address"}
+    (found,) = map(str, run.findings)
+    assert "not a multicast address of this rank" in found and "TORCH_SYMM_MEM_DISABLE_MULTICAST=0 allows" in found
 
 
 # One thread of each rank: words of all types, read on all ranks, then stored and changed on all ranks.

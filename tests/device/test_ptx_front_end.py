@@ -14,7 +14,6 @@ from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, build, check
 from peerlane.emulator.job import run_job
 from peerlane.emulator.ptx_front_end import translate
 from peerlane.evaluate.correctness.emulated import judge_emulated
-from representatives import first
 
 # Arithmetic with values that come from memory, so that the compiler leaves it to the GPU. Results of the C++ and of the PTX are compared.
 NUMBERS = r"""
@@ -110,15 +109,12 @@ def test_faults_are_found_from_ptx_as_from_the_source(name: str, modules: dict[i
 
 
 @pytest.mark.two_compilers
-@pytest.mark.parametrize("number", [2, 18])
+@pytest.mark.parametrize(
+    "number",
+    [2, 18, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 8, 12, 17, 33, 44)),
+     *(pytest.param(number, marks=pytest.mark.long) for number in (4, 7, 16, 20, 39, 73))],
+)  # fmt: skip
 def test_a_kit_kernel_is_right_and_clean_from_its_ptx(number: int) -> None:
-    require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
-
-
-@pytest.mark.slow
-@pytest.mark.two_compilers
-@pytest.mark.parametrize("number", first([1, 8, 12, 17, 33, 44, 4, 7, 16, 20, 39, 73], 6))
-def test_more_kit_kernels_are_right_and_clean_from_their_ptx(number: int) -> None:
     require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
 
 
