@@ -68,7 +68,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [*CASES, *SLOW])
 def test_attention_is_right_and_nothing_in_it_is_unordered(name: str) -> None:
     tensors, causal, scale = {**CASES, **SLOW}[name]
     tiling = None if name in SLOW else AttentionTiling(1, 64, 64, 3)
@@ -88,7 +88,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kind = TWINS[name]

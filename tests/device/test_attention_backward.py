@@ -66,7 +66,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_twin(monkeypatch, kit, "ATTENTION_BACKWARD", *TWINS[name], "attention/attention_backward.cuh")
@@ -74,20 +73,17 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.Mo
     assert found.faults(worst <= 0.01)
 
 
-@pytest.mark.slow
 def test_fused_sums_do_not_depend_on_the_schedule() -> None:
     found, worst = run(operands(130, 200), False, schedules=4)
     found.clean()
     assert worst < 6e-3
 
 
-@pytest.mark.slow
 def test_fused_sums_in_any_order_are_right() -> None:
     _, worst = run(operands(130, 200), False, ordered=False)
     assert worst < 6e-3
 
 
-@pytest.mark.slow
 def test_keys_past_the_end_do_not_count() -> None:
     found, worst = run(far_below_zero(70, 70), False)
     found.clean()
@@ -103,7 +99,6 @@ FUSED_TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(FUSED_TWINS, 2))
 def test_broken_twins_of_the_fused_kernel_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_twin(monkeypatch, fused, "FUSED_ATTENTION_BACKWARD", *FUSED_TWINS[name], "attention/fused_attention_backward.cuh")

@@ -101,7 +101,6 @@ def test_ten_sizes_behind_each_other_are_right(number: int, world_size: int) -> 
     assert findings(number, world_size, [world_size * draw.randint(1, 40) for _ in range(10)]) == set()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", first([12, 16]))
 def test_slots_that_follow_the_size_of_a_launch_are_caught(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_size(memory: SumMemory, address: int, plan: SumPlan, box_rows: int) -> TensorMapSpec:

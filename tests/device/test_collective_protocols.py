@@ -307,9 +307,7 @@ def unequal(world_size: int, kernels: tuple[str, ...], schedules: int, headers: 
     return {finding.kind for finding in check(work.scenario, schedules=schedules).findings}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedules"), [(2, 3), pytest.param(3, 20, marks=pytest.mark.slow), pytest.param(4, 20, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, 3), (3, 20), pytest.param(4, 20, marks=pytest.mark.long)])
 def test_parts_may_be_unequal(world_size: int, schedules: int) -> None:
     assert not unequal(world_size, UNEQUAL, schedules)
 

@@ -62,7 +62,6 @@ def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | st
     return max(float((one.double().transpose(1, 2) - right).abs().max()) / scale for one, right in zip(got, wanted, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "shape", "tiling", "most"),
     [
@@ -79,7 +78,6 @@ def test_a_convolution_is_right(world_size: int, shape: direct.Shape, tiling: tu
     assert convolved(world_size, shape, tiling) < most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("label", first(["contiguous_odd_bf16", "short_bf16"]))
 def test_long_filters_go_through_transforms(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "MOST_TAPS", 0)
@@ -117,7 +115,6 @@ def turn_rows(x: torch.Tensor) -> torch.Tensor:
     return points
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("label", ["disks", pytest.param("step_2", marks=pytest.mark.long)])
 def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sphere_taps, "MOST_MIXED", 0)
@@ -125,7 +122,6 @@ def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: p
     require_correct(judge_case(62, label, schedules=1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 5, 71, 9), (1, 1, 130, 136, 131)], ids=str)
 def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int]) -> None:
     images, groups, outputs, terms, points = sizes
@@ -145,7 +141,6 @@ def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int])
     assert not got[..., :4].any() and not got[..., -3:].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "lost"),
     [
@@ -176,7 +171,6 @@ def test_an_exchange_needs_every_step(call: Callable[..., torch.Tensor], lost: s
     assert races(call, given) == bool(lost)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_results_are_fetched_when_their_owner_has_written_them(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one block of a launch writes results itself, in place of the kernel before it."""
@@ -219,7 +213,6 @@ def test_a_filter_that_fits_nowhere_has_no_tiling() -> None:
     assert direct.tiling_of(direct.Shape(1, 1024, 65536, 2, 1024, 131072, BF16), 2, 8) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["evo2_mr", "sweep_1024"])
 def test_the_direct_kernel_obeys_the_rules_of_memory_order(name: str) -> None:
     shape = PUBLISHED[name]

@@ -98,7 +98,6 @@ def test_scans_count_four_parts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     require_correct(judge(solutions.files()[74], 74, case_of(74, "carried_bf16", 2, heads=1, local=9 * CHUNK), schedules=1))
 
 
-@pytest.mark.slow
 def test_a_state_moves_on_to_the_next_rank() -> None:
     require_correct(judge(solutions.files()[75], 75, case_of(75, "carried_bf16", 2), schedules=1))
 
@@ -130,7 +129,6 @@ def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str,
 SHAPES = {"kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256), "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_fits_a_block(name: str) -> None:
     cubin = compile_cubin(DELTA_CHUNKS.source, arch="sm_90a", defines={"WORLD_SIZE": 4, **SHAPES[name].defines()})

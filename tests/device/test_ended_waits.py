@@ -111,7 +111,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ask_experts, 2),
         (sum_tensors, 2),
-        pytest.param(dispatch, 2, marks=pytest.mark.slow),
+        (dispatch, 2),
         *(pytest.param(program, 2, marks=pytest.mark.long) for program in (call_products, attend, call_collectives)),
         pytest.param(call_collectives, 4, marks=pytest.mark.long),
         pytest.param(ask_experts, 3, marks=pytest.mark.long),

@@ -20,6 +20,7 @@ from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.device.products.quantised import E4M3, Quantised, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.scales import Scaling
 from peerlane.errors import UsageError
+from representatives import first
 
 SCALES = ("tensor", "row", "blocks")
 LEFT, RIGHT = {"tensor": "tensor", "row": "row", "blocks": "block"}, {"tensor": "tensor", "row": "row", "blocks": "square"}
@@ -108,7 +109,7 @@ def test_a_product_of_e4m3_is_its_operands_times_their_scales(by: str, promoted:
 @pytest.mark.parametrize(
     ("name", "by", "world_size"),
     [
-        pytest.param("product_reduce_scatter", "blocks", 2, marks=pytest.mark.slow),
+        ("product_reduce_scatter", "blocks", 2),
         *(
             pytest.param(name, by, world_size, marks=pytest.mark.long)
             for name in ("product_reduce_scatter", "product_all_reduce")
@@ -126,7 +127,7 @@ def test_ranks_scale_what_they_add_call_after_call(name: str, by: str, world_siz
 @pytest.mark.parametrize(
     ("by", "world_size"),
     [
-        pytest.param("blocks", 2, marks=pytest.mark.slow),
+        ("blocks", 2),
         *(
             pytest.param(by, world_size, marks=pytest.mark.long)
             for by in SCALES
@@ -139,7 +140,7 @@ def test_rows_travel_with_their_scales(by: str, world_size: int) -> None:
     assert not gathered(by, world_size)
 
 
-@pytest.mark.parametrize("by", ["row", pytest.param("blocks", marks=pytest.mark.slow), pytest.param("tensor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", first(["row", "blocks", "tensor"], 2))
 def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     """Beside float64. A number loses at most 2^-4 of itself, or half of the smallest number of e4m3; the sum of k terms k 2^-24 of their
     absolute values in fp32; the result 2^-8."""
@@ -158,7 +159,6 @@ def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     assert bool(((exact_y - x.double() @ weight.double().T).abs() <= most).all())
 
 
-@pytest.mark.slow
 def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
     """A layer's two products, with a bias and an activation; rows that ``quantise`` made travel from where they are."""
     m, k, n = 16, 144, 24
@@ -185,7 +185,7 @@ def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
     torch.testing.assert_close(torch.cat([part for _, part in outputs]).float(), total, rtol=2**-6, atol=2**-7 * float(total.abs().max()))
 
 
-@pytest.mark.parametrize("by", [pytest.param("row", marks=pytest.mark.slow), pytest.param("blocks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", first(["row", "blocks"]))
 def test_each_group_of_rows_meets_its_own_matrix_and_scales(by: str) -> None:
     counts, n, k = (67, 0, 9), 72, 144
     a, b = exact(sum(counts) + 5, k, LEFT[by], 0), [exact(n, k, RIGHT[by], 1 + g) for g in range(len(counts))]

@@ -18,7 +18,6 @@ from peerlane.errors import UsageError
 RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiling", "major"),
     [(None, "k"), (None, "mn"), pytest.param(gemm.TILINGS[1], "k", marks=pytest.mark.long)],
@@ -44,7 +43,7 @@ def test_matrices_of_odd_sizes_are_refused() -> None:
         GroupedProduct(None, 8, (2, 12, 16), torch.bfloat16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tiling", [gemm.TILINGS[0], pytest.param(gemm.TILINGS[3], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("tiling", [gemm.TILINGS[0], gemm.TILINGS[3]], ids=str)
 def test_a_grouped_product_fits_a_block(tiling: gemm.Tiling) -> None:
     cubin = compile_cubin(grouped_gemm.GROUPED_GEMM.source, arch="sm_90a", defines=tiling.defines(torch.bfloat16, "k", "k"))
     found = resources(cubin)["grouped_gemm"]
@@ -59,7 +58,7 @@ BLACKWELL = {
 }
 
 
-@pytest.mark.parametrize("name", ["product", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all-reduce", "experts"))])
+@pytest.mark.parametrize("name", BLACKWELL)
 def test_products_compile_for_blackwell_with_sums_in_tensor_memory(name: str) -> None:
     """They have never run: there the PTX is what can be said."""
     source, tiling, b_major = BLACKWELL[name]

@@ -111,7 +111,7 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     [
         (reduce_scatter, 2),
         (all_reduce, 2),
-        pytest.param(in_rank_order, 3, marks=pytest.mark.slow),
+        (in_rank_order, 3),
         *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter, 4), (lagging, 3), (all_reduce, 4))),
         *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
     ],

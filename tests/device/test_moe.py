@@ -124,7 +124,6 @@ def test_the_router_treats_nan_and_infinity_as_torch_does() -> None:
         assert torch.equal(experts[0], torch.tensor([1, 2]))
 
 
-@pytest.mark.slow
 def test_adapters_are_added_to_weights_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of a library's product may find no SMs beside other ranks' blocks, which wait."""
     monkeypatch.setattr(torch, "addmm", None)

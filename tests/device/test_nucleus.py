@@ -119,7 +119,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["list_of_one_thread", "both_by_search"])
 def test_a_filter_is_exact(name: str) -> None:
     assert not CASES[name].faults()
@@ -168,7 +167,6 @@ def test_rounds_are_even_and_teams_enough() -> None:
         assert shape.rounds(tokens, 9) % 2 == 0 and shape.rounds(tokens, 9) * shape.grid * shape.teams >= 9 * tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "world_size"), [(Filter(0, 0.95), 8), (Filter(20, 0.8), 8)], ids=["search", "list"])
 def test_four_teams_fit_on_an_sm(kept: Filter, world_size: int) -> None:
     for dtype in (BF16, FP32):

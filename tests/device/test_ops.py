@@ -17,6 +17,7 @@ from device.runs import run_call
 from device.test_attention import expected
 from peerlane import ops
 from peerlane.errors import UsageError
+from representatives import first
 
 SCHEDULES = 4
 Tensors = tuple[torch.Tensor, ...]
@@ -92,9 +93,7 @@ def test_a_tensor_parallel_layer_equals_the_whole_layer(dtype: torch.dtype) -> N
             )
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("dtype", first([torch.float32, torch.bfloat16]))
 def test_replicated_products_equal_those_of_one_place(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = (32, 16), (16, 24), (48, 40)
@@ -115,8 +114,8 @@ def test_replicated_products_equal_those_of_one_place(dtype: torch.dtype) -> Non
     [
         ("ring_attention", torch.bfloat16, (2, 2, 2, 2), (16, 16, 16, 16)),
         ("ring_attention", torch.float32, (4, 2, 2, 4), (16, 16, 8, 8)),  # heads share keys
-        pytest.param("ulysses_attention", torch.bfloat16, (2, 2, 2, 2), (16, 16, 16, 16), marks=pytest.mark.slow),
-        pytest.param("ulysses_attention", torch.float32, (2, 2, 2, 2), (16, 16, 16, 16), marks=pytest.mark.slow),
+        ("ulysses_attention", torch.bfloat16, (2, 2, 2, 2), (16, 16, 16, 16)),
+        ("ulysses_attention", torch.float32, (2, 2, 2, 2), (16, 16, 16, 16)),
     ],
 )
 def test_attention_over_ranks_equals_attention_in_one_place(
@@ -163,9 +162,9 @@ def test_gradients_of_local_experts_match_finite_differences() -> None:
 @pytest.mark.parametrize(
     ("dtype", "capacity"),
     [
-        pytest.param(torch.float32, None, marks=pytest.mark.slow),
+        (torch.float32, None),
         pytest.param(torch.bfloat16, None, marks=pytest.mark.long),
-        pytest.param(torch.bfloat16, 48, marks=pytest.mark.slow),
+        (torch.bfloat16, 48),
     ],
 )
 def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, capacity: int | None) -> None:
@@ -280,7 +279,6 @@ def test_shapes_are_known_without_running() -> None:
     assert run_call(shapes, [(), ()]) == [[[8, 4], [16, 4], [4, 4], [8, 4], [8, 6], [4, 6], [8, 6], [8, 12]]] * 2
 
 
-@pytest.mark.slow
 def test_the_training_example_has_the_losses_of_torch() -> None:
     example = Path(__file__).parents[2] / "examples" / "training" / "tensor_parallel_mlp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]

@@ -41,9 +41,9 @@ def perceptron(
     [
         (torch.bfloat16, 2, True, True),
         pytest.param(torch.bfloat16, 3, True, False, marks=pytest.mark.long),
-        pytest.param(torch.bfloat16, 2, False, False, marks=pytest.mark.slow),
+        (torch.bfloat16, 2, False, False),
         (torch.float32, 2, True, False),
-        pytest.param(torch.float32, 2, False, False, marks=pytest.mark.slow),
+        (torch.float32, 2, False, False),
     ],
 )
 def test_a_sharded_perceptron_equals_the_whole_one(dtype: torch.dtype, world_size: int, sequence_parallel: bool, keeps_rows: bool) -> None:
@@ -150,7 +150,6 @@ def test_sharded_layers_follow_autocast(sequence_parallel: bool) -> None:
         layers[1](torch.ones(4, 16).double())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:

@@ -42,7 +42,7 @@ def multiplied(world_size: int, sizes: Sequence[int] = (40, 40)) -> tuple[Run, f
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [(2, (40, 40)), (2, (24, 60, 5)), pytest.param(2, (72, 72), marks=pytest.mark.slow), pytest.param(4, (72, 72), marks=pytest.mark.long)],
+    [(2, (40, 40)), (2, (24, 60, 5)), (2, (72, 72)), pytest.param(4, (72, 72), marks=pytest.mark.long)],
 )
 def test_it_is_right_call_after_call(world_size: int, sizes: tuple[int, ...]) -> None:
     run, worst = multiplied(world_size, sizes)
@@ -57,7 +57,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_twin(monkeypatch, perceptron, "PERCEPTRON", *TWINS[name], "products/perceptron.cuh")

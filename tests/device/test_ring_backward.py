@@ -51,7 +51,7 @@ def _two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("world_size", "length", "heads", "causal"),
     [
-        pytest.param(2, 5, (4, 4), True, marks=pytest.mark.slow),
+        (2, 5, (4, 4), True),
         pytest.param(2, 3, (8, 4), False, marks=pytest.mark.long),
         pytest.param(3, 3, (6, 6), True, marks=pytest.mark.long),
         pytest.param(4, 3, (8, 4), True, marks=pytest.mark.long),
@@ -71,7 +71,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_twin(monkeypatch, exchange, "HEAD_EXCHANGE", *TWINS[name])

@@ -72,7 +72,7 @@ def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype
     ("world_size", "one_shot", "dtype"),
     [
         (2, 2, torch.bfloat16),
-        pytest.param(3, 2, torch.float16, marks=pytest.mark.slow),
+        (3, 2, torch.float16),
         pytest.param(4, 2, torch.bfloat16, marks=pytest.mark.long),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("two_shot", "columns", "teams", "quantisation"),
-    [(0, 8192, 1, 2), (1, 8192, rms_norm.MOST_TEAMS, 3), pytest.param(0, 16384, 1, 3, marks=pytest.mark.slow)],
+    [(0, 8192, 1, 2), (1, 8192, rms_norm.MOST_TEAMS, 3), (0, 16384, 1, 3)],
 )
 def test_the_norm_fits_its_registers(two_shot: int, columns: int, teams: int, quantisation: int) -> None:
     packets = -(-columns // rms_norm.PACKET_ELEMENTS)

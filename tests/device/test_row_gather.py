@@ -84,7 +84,6 @@ def test_clusters_gather_rows_as_blocks_do(world_size: int) -> None:
     assert not found(world_size, 140, 72, [136, 8], tiling=PAIR, schedules=1)
 
 
-@pytest.mark.slow
 def test_sums_of_gathered_rows_are_finished_as_the_epilogue_says() -> None:
     m, k, n = 40, 72, 72
 

@@ -17,6 +17,7 @@ from peerlane.device.collectives.sharded_rms_norm import SHARDED_RMS_NORM, Quant
 from peerlane.device.collectives.workspace import Rings
 from peerlane.device.host.jit import compiler_report
 from peerlane.errors import UsageError
+from representatives import first
 
 EPSILON = 1e-5
 RINGS = Rings(tile_bytes=1024, summing_warps=2, depth=4)
@@ -111,10 +112,8 @@ TWINS: dict[str, tuple[int, Call, str, str]] = {
     "scales of what is positive": (2, (False, True, "row", 5, 136), "most = fmaxf(most, fabsf(one));", "most = fmaxf(most, one);"),
 }
 
-QUICKEST = "terms of the tile before"
 
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == QUICKEST else pytest.mark.long) for name in TWINS])
+@pytest.mark.parametrize("name", first(TWINS))
 def test_a_broken_twin_of_the_sharded_norm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, call, old, new = TWINS[name]
     use_twin(monkeypatch, module, "SHARDED_RMS_NORM", old, new)
@@ -169,7 +168,6 @@ def differentiate(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor,
         pytest.param(True, torch.float32, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.slow
 def test_the_operator_and_its_gradients_equal_the_whole(gathers: bool, dtype: torch.dtype) -> None:
     rows, columns, generator = 3, 128, torch.Generator().manual_seed(4)
     draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4  # noqa: E731

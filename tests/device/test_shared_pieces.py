@@ -136,7 +136,6 @@ def test_roles_share_the_registers_that_a_block_begins_with() -> None:
     compile_cubin(f"#include <peerlane/tiles/roles.cuh>\nusing namespace peerlane;\nstatic_assert({fits} && !({waits}));\n")
 
 
-@pytest.mark.slow
 def test_norms_may_change_their_ranks_from_call_to_call() -> None:
     def clip(gradient: torch.Tensor, *members: tuple[float, float]) -> list[torch.Tensor]:
         return [clip_gradients(group_of(), [gradient.clone()], [], Clipping(of, of, 100.0, 1.0)) for of in members]
@@ -146,7 +145,6 @@ def test_norms_may_change_their_ranks_from_call_to_call() -> None:
     assert [[float(norm) for norm in norms] for norms in run_call(clip, given, schedules=4)] == [[24.0, 8.0, 8.0], [24.0, 16.0, 24.0]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_may_begin_anywhere(dtype: torch.dtype) -> None:
     def clip(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

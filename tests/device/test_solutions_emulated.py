@@ -97,7 +97,6 @@ def test_solutions_are_right(number: int) -> None:
     require_correct(judge_case(number, QUICK[number], schedules=2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("filters", [(3, 0.8), (0, 0.8), (0, 1.0)], ids=["list", "search", "all"])
 def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[int, float]) -> None:
     """The NaN is on one rank, the target on the other one."""
@@ -110,7 +109,6 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
             assert found[0].isnan().all() and not found[1].isnan().any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "label", "sizes"),
     [
@@ -127,13 +125,11 @@ def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping
     require_correct(judge_case(number, label, schedules=1, **sizes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "label"), [(67, "uneven_bf16")])
 def test_solutions_make_room_and_launch_again(number: int, label: str, tmp_path: Path) -> None:
     require_correct(judge_case(number, label, schedules=2, file=write_solution(tmp_path, number, "return [1024]", "return [1]")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "sizes"),
     [
@@ -153,7 +149,6 @@ def test_convolutions_with_one_thing_wrong_are_refused(
     assert not judge_case(number, "plain_bf16" if number == 76 else "three_bf16", schedules=1, **sizes).correct
 
 
-@pytest.mark.slow
 def test_turned_rows_in_a_wrong_place_are_refused(tmp_path: Path) -> None:
     old, new = "turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"
     file = write_solution(tmp_path, 87, old, new)

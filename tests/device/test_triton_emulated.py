@@ -1,10 +1,8 @@
 """Triton's kernels, and plain CUDA with host code in Python, on emulated ranks: right ones are right and clean, and faults are found with
 both source lines."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -21,35 +19,27 @@ RANKS = {"ring_sum": 3, "ring": 3}
 """with two, the ring has one step alone"""
 
 
-def slow_but(names: Sequence[str], *quick: str, of: Sequence[ModuleType] = ()) -> list[Any]:
-    """Returns the names, behind the module that they are ``of``, as parameters of a test, of which all but some are slow."""
-    return [pytest.param(*of, name, marks=[] if name in quick else pytest.mark.slow) for name in names]
-
-
 def raced(kernels: ModuleType, name: str, broken: int) -> Run:
     """Two calls of a kernel."""
     given = kernels.inputs(name, RANKS.get(name, 2))
     return run_calls(lambda rank: kernels.solution(name, broken), [given] * 2, schedules=6 if kernels is triton_kernels else 8)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "name"),
-    [
-        *slow_but(TRITON, "one_shot", "gather_gemm", "moe_push", of=[triton_kernels]),
-        *slow_but(CUDA, "one_shot", "push", of=[raw_cuda_kernels]),
-    ],
-)
+KERNELS = [*((triton_kernels, name) for name in TRITON), *((raw_cuda_kernels, name) for name in CUDA)]
+
+
+@pytest.mark.parametrize(("kernels", "name"), KERNELS)
 def test_a_right_kernel_is_right_and_clean(kernels: ModuleType, name: str) -> None:
     outputs = raced(kernels, name, 0).clean()[-1]
     assert equal(outputs, kernels.expected(name, kernels.inputs(name, len(outputs))))
 
 
 TWINS = [
-    pytest.param(triton_kernels, f"{name}-{broken}", marks=pytest.mark.slow if broken == 1 + number % 2 else pytest.mark.long)
+    pytest.param(triton_kernels, f"{name}-{broken}", marks=() if broken == 1 + number % 2 else pytest.mark.long)
     for number, name in enumerate(TRITON)
     for broken in (1, 2)
 ]
-TWINS += slow_but([f"{name}-{broken}" for name in CUDA for broken in (1, 2)], "gather-2", of=[raw_cuda_kernels])
+TWINS += [pytest.param(raw_cuda_kernels, f"{name}-{broken}") for name in CUDA for broken in (1, 2)]
 
 
 @pytest.mark.parametrize(("kernels", "twin"), TWINS)
@@ -66,13 +56,13 @@ def symmetric(broken: int, barrier: str = "handle") -> Run:
     return run_calls(lambda rank: symmetric_kernels.solution(broken, barrier), calls, schedules=6)
 
 
-@pytest.mark.parametrize("barrier", ["handle", "dist.barrier", pytest.param("dist.all_reduce", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("barrier", ["handle", "dist.barrier", "dist.all_reduce"])
 def test_symmetric_memory_of_torch_is_right_and_clean(barrier: str) -> None:
     assert equal(symmetric(0, barrier).clean()[-1], [2 * torch.arange(100.0) + 5] * 2)
 
 
 @pytest.mark.parametrize("barrier", ["handle", "dist.barrier"])
-@pytest.mark.parametrize("broken", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("broken", [1, 2])
 def test_a_missing_barrier_is_told_with_the_copy(broken: int, barrier: str) -> None:
     told = symmetric(broken, barrier).races
     assert any("copy_ of host code: symmetric_kernels.py:" in text for text in told), told

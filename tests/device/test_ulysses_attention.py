@@ -66,7 +66,6 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_twin(monkeypatch, ulysses, "ULYSSES_ATTENTION", *TWINS[name], *HEADERS)
