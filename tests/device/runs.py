@@ -45,9 +45,9 @@ class Run:
         """The kinds of the findings, and ``wrong_result`` unless the outputs are ``right``."""
         return self.kinds if right else self.kinds | {"wrong_result"}
 
-    def clean(self) -> list[list[Any]]:
-        """The outputs. Raises what a rank raised; nothing may be found."""
-        assert not self.kinds, "\n".join(map(str, self.findings))
+    def clean(self, right: bool = True) -> list[list[Any]]:
+        """The outputs, which must be ``right``. Raises what a rank raised; nothing may be found."""
+        assert not self.faults(right), "\n".join(map(str, self.findings))
         return self.outputs
 
 

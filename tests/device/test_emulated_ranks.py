@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
+from device.judged import cases, judge, judge_case, require_correct
 from device.runs import run_calls
 from device.twins import write_solution
 from peerlane import problems, solutions
@@ -52,7 +52,7 @@ def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
 
 def test_results_that_do_not_last_are_said_to(tmp_path: Path) -> None:
     path = write_solution(tmp_path, 43, "The next call overwrites the results, which lie in the arena.", "")
-    judged = judge(path, 43, problems.get(43).case("small", "fp32", 2), schedules=1)
+    judged = judge_case(43, "fp32", schedules=1, file=path)
     assert judged.correct and judged.outcome.aliased
     with pytest.raises(AssertionError, match="memory that its next call overwrites, and does not say so"):
         require_correct(judged)
@@ -86,8 +86,7 @@ def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
     ids=["returns_early", "exchanges_alone"],
 )
 def test_ranks_that_do_different_things_are_told(tmp_path: Path, old: str, new: str, says: str) -> None:
-    case = problems.get(8).case("small", "block_bf16", 2)
-    judged = judge(write_solution(tmp_path, 8, old, new), 8, case)
+    judged = judge_case(8, "block_bf16", file=write_solution(tmp_path, 8, old, new))
     assert judged.outcome.failure is not None and re.search(says, str(judged.outcome.failure[1]))
 
 

@@ -8,10 +8,8 @@ import torch
 
 from device import multicast_kernels as kernels
 from device.runs import Run, equal, run_calls
-from device.test_ptx_front_end import MISSING
 from peerlane.device import compile_cubin
-from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.emulator.ptx_front_end import translate
+from peerlane.emulator import Ptx, Report, Scenario, check
 
 
 @pytest.fixture(autouse=True)
@@ -142,16 +140,3 @@ def test_another_use_of_the_address_is_an_error(which: int) -> None:
 def test_a_multicast_address_stands_for_the_ranks_of_a_node() -> None:
     report = run(Ptx(compile_cubin(USES).ptx()), "of_a_node", [], 4, 2, nodes=2)
     assert report.clean, str(report)
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "multimem.ld_reduce.relaxed.sys.global.add.v4.e5m2x4 {%r1, %r1, %r1, %r1}, [%rd1]",
-        "multimem.red.relaxed.sys.global.min.f16x2 [%rd1], %r1",
-        "multimem.cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16",
-    ],
-)
-def test_an_unknown_multicast_instruction_is_quoted(instruction: str) -> None:
-    with pytest.raises(UnknownPtx, match="is not known to the emulator"):
-        translate(Ptx(MISSING.replace("INSTRUCTION", instruction)))

@@ -139,6 +139,12 @@ MISSING = """
         "vadd2.u32.u32.u32 %r1, %r1, %r2, %r1",
         "ld.global.mmio.u32 %r1, [%r2]",
         "call (%r1), f, (%r2)",
+        "multimem.ld_reduce.relaxed.sys.global.add.v4.e5m2x4 {%r1, %r1, %r1, %r1}, [%rd1]",
+        "multimem.red.relaxed.sys.global.min.f16x2 [%rd1], %r1",
+        "multimem.cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1, %r1}], [%r1]",
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r1, %r1}], [%r1], {%rs1}",
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1}], [%r1]",
     ],
 )
 def test_an_unknown_instruction_is_quoted_with_its_line(instruction: str) -> None:

@@ -64,8 +64,7 @@ def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
     ids=["packets_that_are_never_new", "an_empty_sum"],
 )
 def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: str, new: str) -> None:
-    case = problems.get(18).case("small", "ragged_bf16", 2)
-    judged = judge(write_solution(tmp_path, 18, old, new), 18, case)
+    judged = judge_case(18, "ragged_bf16", file=write_solution(tmp_path, 18, old, new))
     assert judged.wrong or judged.outcome.findings
 
 
@@ -122,8 +121,8 @@ def test_wrong_sizes_and_fields_are_told() -> None:
 
 
 def test_an_exchange_of_axes_says_what_it_takes(tmp_path: Path) -> None:
-    case = problems.get(36).case("small", "padded_bf16", 2)
-    failure = judge(write_solution(tmp_path, 36, "cut=head_dim", "cut=seq_dim"), 36, case).outcome.failure
+    file = write_solution(tmp_path, 36, "cut=head_dim", "cut=seq_dim")
+    failure = judge_case(36, "padded_bf16", file=file).outcome.failure
     assert failure is not None and "expected two axes" in str(failure[1])
 
 
