@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from peerlane.emulator import Finding, Report, Scenario, check
+from peerlane.emulator import Finding, Scenario, check
 from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.emulator.sequence import findings
 
 
-def require_clean(scenario: Scenario, *, schedules: int) -> Report:
+def require_clean(scenario: Scenario, *, schedules: int) -> None:
     report = check(scenario, schedules=schedules)
     assert report.clean, str(report)
-    return report
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,9 @@ class Run:
 
     @property
     def races(self) -> list[str]:
-        """What the emulator says of races."""
+        """What the emulator says of races. Raises what a rank raised."""
+        if self.failure is not None:
+            raise self.failure
         return [str(finding) for finding in self.findings if finding.kind == "race"]
 
     def faults(self, right: bool) -> set[str]:
