@@ -2,19 +2,20 @@
 bits."""
 
 import ctypes
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from device.runs import equal, run_calls
+from peerlane.device import group_of
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.gemm import Tiling
-from peerlane.emulator import Buffer, Scenario, solution_run
+from peerlane.device.products.gemm_reduce_scatter import GemmReduceScatter
+from peerlane.emulator import Buffer, Scenario
 
 GUARD = -7.0
 """What lies where nothing may be written: between the end of a row and the next one."""
@@ -74,38 +75,11 @@ def products(rows: int, depths: Sequence[int], columns: int, call: int) -> tuple
     return a, b
 
 
-FUSED = """
-from peerlane.device.products import gemm
-from peerlane.device import group_of, per_group
-from peerlane.device.products.{module} import {name}
-
-@per_group
-def kernel(group, m, n, dtype):
-    return {name}(m, n, dtype, group, tiling=gemm.{tiling}, epilogue=gemm.{epilogue})
-
-def solution(a, b, **others):
-    out = kernel(group_of(), a.shape[0], b.shape[1], a.dtype)(gemm.aligned(a), gemm.aligned(b), **others)
-    return out
-"""
-
-
-def outputs(folder: Path, source: str, calls: Sequence[tuple[Any, ...]], schedules: int = 4) -> list[Any]:
-    """Returns every rank's output of a solution with these arguments. Raises what a rank raised; nothing may be found."""
-    file = folder / "step.py"
-    file.write_text(source)
-    outcome = solution_run.run(file, [calls], schedules=schedules)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert outcome.findings == []
-    found: list[Any] = outcome.outputs[0]
-    return found
-
-
 @dataclass(frozen=True)
 class SumCalls:
     """Calls of a product that is summed over ranks, behind each other, on emulated ranks of ``sm_count`` SMs."""
 
-    name: str
+    product: type
     m: int
     n: int
     depths: tuple[int, ...]
@@ -115,25 +89,21 @@ class SumCalls:
     schedules: int = 2
     epilogue: gemm.Epilogue = gemm.PLAIN
 
-    def found(self, folder: Path) -> set[str]:
+    def found(self) -> set[str]:
         """The kinds of the emulator's findings, and ``wrong_result`` if a result is not exact. Raises what host code raised."""
-        module = re.sub("(?<!^)(?=[A-Z])", "_", self.name).lower()
-        path = folder / "fused.py"
-        path.write_text(FUSED.format(module=module, name=self.name, tiling=self.tiling, epilogue=self.epilogue))
+
+        def make(rank: int) -> Callable[..., Any]:
+            kernel = self.product(self.m, self.n, torch.bfloat16, group_of(), tiling=self.tiling, epilogue=self.epilogue)
+            return lambda a, b: kernel(gemm.aligned(a), gemm.aligned(b))
+
         drawn = [products(self.m, self.depths, self.n, call) for call in range(self.calls)]
         calls = [list(zip(a, b, strict=True)) for a, b in drawn]
-        outcome = solution_run.run(path, calls, schedules=self.schedules, sm_count=self.sm_count)
-        kinds = {finding.kind for finding in outcome.findings}
-        if outcome.failure is not None:
-            if not kinds:
-                raise outcome.failure[1]
-            return kinds
-        for operands, outputs in zip(calls, outcome.outputs, strict=True):
-            total = torch.stack([left.float() @ right.float() for left, right in operands]).sum(0).bfloat16()
-            expected = total.chunk(len(outputs)) if self.name == "GemmReduceScatter" else [total] * len(outputs)
-            if not all(got is not None and torch.equal(got, part) for got, part in zip(outputs, expected, strict=True)):
-                kinds.add("wrong_result")
-        return kinds
+        run = run_calls(make, calls, schedules=self.schedules, sm_count=self.sm_count)
+        return run.faults(all(map(equal, run.outputs, map(self.expected, calls))))
+
+    def expected(self, operands: list[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        total = torch.stack([a.float() @ b.float() for a, b in operands]).sum(0).bfloat16()
+        return total.chunk(len(operands)) if self.product is GemmReduceScatter else [total] * len(operands)
 
 
 def all_gather_gemm_calls(space: gathering.Workspace, n: int, plan: gathering.Plan, *, calls: int) -> Scenario:

@@ -1,6 +1,7 @@
 """Small cases of solutions on emulated ranks."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 from peerlane import problems, solutions
@@ -19,9 +20,12 @@ def judge(file: Path, number: int, case: Case, *, schedules: int = 4) -> Emulate
     return judge_emulated(file, problems.get(number), case, schedules=schedules)
 
 
-def judge_case(number: int, label: str, world_size: int = 2, schedules: int = 4) -> EmulatedJudgement:
-    """Judges a problem's own solution on one small case."""
-    return judge(solutions.files()[number], number, problems.get(number).case("small", label, world_size), schedules=schedules)
+def judge_case(
+    number: int, label: str, world_size: int = 2, schedules: int = 4, *, file: Path | None = None, **sizes: object
+) -> EmulatedJudgement:
+    """Judges a problem's own solution, or a ``file``, on one small case with other ``sizes``."""
+    case = problems.get(number).case("small", label, world_size)
+    return judge(file or solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=schedules)
 
 
 def require_correct(judged: EmulatedJudgement) -> None:

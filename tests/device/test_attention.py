@@ -2,28 +2,22 @@
 
 import itertools
 import math
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from device.twins import twin
+from device.runs import Run, run_calls
+from device.twins import use_twin
 from peerlane.device.attention import forward as kit
-from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
+from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, attention, choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
-from peerlane.emulator import solution_run
 from peerlane.errors import UsageError
 from representatives import first
 
 BF16, FP16 = torch.bfloat16, torch.float16
-CALLER = """
-from peerlane.device.attention.forward import AttentionTiling, attention
-
-def solution(q, k, v, scale, causal):
-    return attention(q, k, v, scale=scale, causal=causal, tiling={tiling})
-"""
 
 
 def operands(
@@ -47,19 +41,15 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
     return (torch.exp(scores - logarithms.unsqueeze(-1)).nan_to_num(0.0) @ v).transpose(1, 2), logarithms
 
 
-def run(
-    folder: Path, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool, tiling: object = None
-) -> solution_run.Outcome:
-    file = folder / "attends.py"
-    file.write_text(CALLER.format(tiling=tiling))
-    return solution_run.run(file, [[(*tensors, scale, causal)]], schedules=1)
+def run(tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool, tiling: AttentionTiling | None = None) -> Run:
+    return run_calls(lambda rank: partial(attention, scale=scale, causal=causal, tiling=tiling), [[tensors]])
 
 
-def error(outcome: solution_run.Outcome, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool) -> float:
+def error(run: Run, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool) -> float:
     """Of the results, relative to their norm, and of logarithms, whichever is larger."""
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    out, logarithms = outcome.outputs[0][0]
+    if run.failure is not None:
+        raise run.failure
+    out, logarithms = run.outputs[0][0]
     wanted, wanted_logarithms = expected(*tensors, scale, causal)
     finite = wanted_logarithms.isfinite()
     assert torch.equal(finite, logarithms.isfinite())
@@ -78,13 +68,13 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_attention_is_right_and_nothing_in_it_is_unordered(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*CASES, *SLOW])
+def test_attention_is_right_and_nothing_in_it_is_unordered(name: str) -> None:
     tensors, causal, scale = {**CASES, **SLOW}[name]
     tiling = None if name in SLOW else AttentionTiling(1, 64, 64, 3)
-    outcome = run(tmp_path, tensors, scale=scale, causal=causal, tiling=tiling)
-    assert error(outcome, tensors, scale=scale, causal=causal) < 3e-3
-    assert not outcome.findings, outcome.findings
+    found = run(tensors, scale=scale, causal=causal, tiling=tiling)
+    found.clean()
+    assert error(found, tensors, scale=scale, causal=causal) < 3e-3
 
 
 TWINS = {
@@ -98,17 +88,16 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kind = TWINS[name]
-    monkeypatch.setattr(kit, "ATTENTION", twin(kit.ATTENTION, line, instead, "attention/attention.cuh"))
+    use_twin(monkeypatch, kit, "ATTENTION", line, instead, "attention/attention.cuh")
     tensors = operands(70, 200)
-    outcome = run(tmp_path, tensors, causal=True, tiling=AttentionTiling(1, 64, 64, 2))
+    found = run(tensors, causal=True, tiling=AttentionTiling(1, 64, 64, 2))
     if kind == "wrong":
-        assert error(outcome, tensors, causal=True) > 0.01
+        assert error(found, tensors, causal=True) > 0.01
     else:
-        assert kind in {finding.kind for finding in outcome.findings}
+        assert kind in found.kinds
 
 
 @pytest.mark.parametrize("tiling", first(TILINGS, 5), ids=str)
@@ -142,8 +131,6 @@ def test_every_depth_has_tiles(depth: int) -> None:
         (operands(4, 4), -1.0, r"a softmax scale of -1.0"),
     ],
 )
-def test_what_there_is_no_kernel_for_is_said(tensors: tuple[torch.Tensor, ...], scale: float | None, says: str, tmp_path: Path) -> None:
-    outcome = run(tmp_path, tensors, scale=scale, causal=False)
-    assert outcome.failure is not None
+def test_what_there_is_no_kernel_for_is_said(tensors: tuple[torch.Tensor, ...], scale: float | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        raise outcome.failure[1]
+        run(tensors, scale=scale, causal=False).clean()

@@ -1,45 +1,35 @@
 """Gradients of attention on one rank: within registers and shared memory, right numbers in the emulator, and broken twins are caught."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
+from device.runs import Run, run_calls
 from device.test_attention import BF16, FP16, expected, operands
-from device.twins import twin
+from device.twins import use_twin
 from peerlane.device.attention import backward as kit
 from peerlane.device.attention import fused_backward as fused
-from peerlane.device.attention.backward import TILINGS, BackwardTiling
+from peerlane.device.attention.backward import TILINGS, BackwardTiling, attention_backward
 from peerlane.device.attention.fused_backward import FusedTiling
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
-from peerlane.emulator import solution_run
 from representatives import first
 
-CALLER = """
-from peerlane.device.attention.backward import attention_backward
 
-def solution(dout, q, k, v, out, logarithms, causal, offset):
-    return attention_backward(dout, q, k, v, out, logarithms, causal=causal, offset=offset, fused=True, ordered={ordered})
-"""
-
-
-def run(
-    folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool, schedules: int = 1, ordered: bool = True
-) -> tuple[solution_run.Outcome, float]:
+def run(tensors: tuple[torch.Tensor, ...], causal: bool, schedules: int = 1, ordered: bool = True) -> tuple[Run, float]:
     """What came of it, and the largest error of a gradient, relative to its norm."""
-    file = folder / "differentiates.py"
-    file.write_text(CALLER.format(ordered=ordered))
     wide = [tensor.double().requires_grad_() for tensor in tensors]
     out, logarithms = expected(wide[0], wide[1], wide[2], None, causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
     rounded = out.detach().to(dout.dtype)
     wanted = torch.autograd.grad(out, wide, dout.double())
-    outcome = solution_run.run(file, [[(dout, *tensors, rounded, logarithms.detach().float(), causal, None)]], schedules=schedules)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    pairs = zip(outcome.outputs[0][0], wanted, strict=True)
-    return outcome, max(float((got - want).norm() / want.norm()) for got, want in pairs)
+    differentiate = partial(attention_backward, causal=causal, offset=None, fused=True, ordered=ordered)
+    found = run_calls(lambda rank: differentiate, [[(dout, *tensors, rounded, logarithms.detach().float())]], schedules=schedules)
+    if found.failure is not None:
+        raise found.failure
+    pairs = zip(found.outputs[0][0], wanted, strict=True)
+    return found, max(float((got - want).norm() / want.norm()) for got, want in pairs)
 
 
 def far_below_zero(queries: int, keys: int) -> tuple[torch.Tensor, ...]:
@@ -62,10 +52,9 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", first([*CASES, *SLOW], len(CASES) + 2))
-def test_gradients_are_right_and_nothing_is_unordered(name: str, tmp_path: Path) -> None:
-    tensors, causal = {**CASES, **SLOW}[name]
-    outcome, worst = run(tmp_path, tensors, causal)
-    assert worst < 6e-3 and not outcome.findings, outcome.findings
+def test_gradients_are_right_and_nothing_is_unordered(name: str) -> None:
+    found, worst = run(*{**CASES, **SLOW}[name])
+    found.clean(worst < 6e-3)
 
 
 TWINS = {
@@ -76,31 +65,26 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
-def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = TWINS[name]
-    monkeypatch.setattr(kit, "ATTENTION_BACKWARD", twin(kit.ATTENTION_BACKWARD, line, instead, "attention/attention_backward.cuh"))
-    outcome, worst = run(tmp_path, operands(40, 70, heads=2), True)
-    assert outcome.findings or worst > 0.01
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_twin(monkeypatch, kit, "ATTENTION_BACKWARD", *TWINS[name], "attention/attention_backward.cuh")
+    found, worst = run(operands(40, 70, heads=2), True)
+    assert found.faults(worst <= 0.01)
 
 
-@pytest.mark.slow
-def test_fused_sums_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
-    outcome, worst = run(tmp_path, operands(130, 200), False, schedules=4)
-    assert worst < 6e-3 and not outcome.findings, outcome.findings
+def test_fused_sums_do_not_depend_on_the_schedule() -> None:
+    found, worst = run(operands(130, 200), False, schedules=4)
+    found.clean(worst < 6e-3)
 
 
-@pytest.mark.slow
-def test_fused_sums_in_any_order_are_right(tmp_path: Path) -> None:
-    _, worst = run(tmp_path, operands(130, 200), False, ordered=False)
+def test_fused_sums_in_any_order_are_right() -> None:
+    _, worst = run(operands(130, 200), False, ordered=False)
     assert worst < 6e-3
 
 
-@pytest.mark.slow
-def test_keys_past_the_end_do_not_count(tmp_path: Path) -> None:
-    outcome, worst = run(tmp_path, far_below_zero(70, 70), False)
-    assert worst < 0.05 and not outcome.findings, outcome.findings  # differences of scores this large lose digits
+def test_keys_past_the_end_do_not_count() -> None:
+    found, worst = run(far_below_zero(70, 70), False)
+    found.clean(worst < 0.05)  # differences of scores this large lose digits
 
 
 FUSED_TWINS = {
@@ -112,15 +96,12 @@ FUSED_TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(FUSED_TWINS, 2))
-def test_broken_twins_of_the_fused_kernel_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = FUSED_TWINS[name]
-    broken = twin(fused.FUSED_ATTENTION_BACKWARD, line, instead, "attention/fused_attention_backward.cuh")
-    monkeypatch.setattr(fused, "FUSED_ATTENTION_BACKWARD", broken)
+def test_broken_twins_of_the_fused_kernel_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_twin(monkeypatch, fused, "FUSED_ATTENTION_BACKWARD", *FUSED_TWINS[name], "attention/fused_attention_backward.cuh")
     tensors = far_below_zero(70, 70) if "past the end" in name else operands(70, 200)
-    outcome, worst = run(tmp_path, tensors, "past the end" not in name, schedules=4 if "turn" in name else 1)
-    assert outcome.findings or not worst < 0.01
+    found, worst = run(tensors, "past the end" not in name, schedules=4 if "turn" in name else 1)
+    assert found.faults(worst < 0.01)
 
 
 @pytest.mark.parametrize("tiling", first(TILINGS, 4), ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from device import emulated
+from device.runs import equal, run_calls
 from peerlane import solutions
 from peerlane.device import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
@@ -17,7 +18,6 @@ from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gathering import Workspace
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.owner_sum import SumMemory, SumPlan
-from peerlane.emulator import solution_run
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.emulator.team import EmulatedGroup, EmulatedLaunch
 from representatives import first
@@ -89,15 +89,10 @@ def drawn(number: int, world_size: int, m: int, call: int) -> tuple[list[tuple[t
 def findings(number: int, world_size: int, sizes: list[int], schedules: int = 2) -> set[str]:
     """Kinds of the emulator's findings in calls of these sizes behind each other, and ``wrong_result`` if a result is not exact."""
     calls = [drawn(number, world_size, m, call) for call, m in enumerate(sizes)]
-    outcome = solution_run.run(solutions.files()[number], [arguments for arguments, _ in calls], schedules=schedules)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    right = all(
-        torch.equal(got, wanted)
-        for (_, expected), outputs in zip(calls, outcome.outputs, strict=True)
-        for got, wanted in zip(outputs, expected, strict=True)
-    )
-    return {finding.kind for finding in outcome.findings} | (set() if right else {"wrong_result"})
+    run = run_calls(lambda rank: solutions.load(number), [arguments for arguments, _ in calls], schedules=schedules)
+    if run.failure is not None:
+        raise run.failure
+    return run.faults(equal(run.outputs, [expected for _, expected in calls]))
 
 
 @pytest.mark.parametrize("number", first([12, 16, 13, 14], 2))
@@ -107,7 +102,6 @@ def test_ten_sizes_behind_each_other_are_right(number: int, world_size: int) -> 
     assert findings(number, world_size, [world_size * draw.randint(1, 40) for _ in range(10)]) == set()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", first([12, 16]))
 def test_slots_that_follow_the_size_of_a_launch_are_caught(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_size(memory: SumMemory, address: int, plan: SumPlan, box_rows: int) -> TensorMapSpec:

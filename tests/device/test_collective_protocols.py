@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.runs import require_clean
 from device.twins import write_header
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import messages, plans
@@ -244,8 +245,7 @@ def test_packet_kernels_take_turns_while_one_rank_is_late(late_rank: int) -> Non
         work.late(late_rank, 2000)
         for turn in (kernel, "broadcast_two_shot", kernel, "reduce_two_shot", kernel):
             work.add(turn, 340, root=0)
-    report = check(work.scenario, schedules=SCHEDULES // 5)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=SCHEDULES // 5)
 
 
 @pytest.mark.long
@@ -257,8 +257,7 @@ def test_messages_that_end_in_different_rounds_do_not_deadlock(kernel: str, ring
     work = Collectives(3, (kernel,), rings=rings)
     for nbytes in (9004, 1500, 6000):
         work.add(kernel, nbytes)
-    report = check(work.scenario, schedules=12)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=12)
 
 
 IN_ROUNDS = tuple(kernel for kernel in KERNELS if kernel.endswith(ROUNDS))
@@ -291,8 +290,7 @@ def test_messages_that_no_packet_buffer_holds_go_in_rounds(world_size: int, dtyp
         work.add(kernel, in_rounds(kernel, 3 + number % 3, world_size, dtype.itemsize))
         if number % 2:
             work.add(BY_PACKETS[number % len(BY_PACKETS)], 40)
-    report = check(work.scenario, schedules=SCHEDULES)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=SCHEDULES)
 
 
 UNEQUAL = ("exchange_packets", "exchange_packets_rounds", "exchange_ring", "reduce_packets", "reduce_packets_rounds", "reduce_ring")
@@ -309,9 +307,7 @@ def unequal(world_size: int, kernels: tuple[str, ...], schedules: int, headers: 
     return {finding.kind for finding in check(work.scenario, schedules=schedules).findings}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "schedules"), [(2, 3), pytest.param(3, 20, marks=pytest.mark.slow), pytest.param(4, 20, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, 3), (3, 20), pytest.param(4, 20, marks=pytest.mark.long)])
 def test_parts_may_be_unequal(world_size: int, schedules: int) -> None:
     assert not unequal(world_size, UNEQUAL, schedules)
 
@@ -329,8 +325,7 @@ def test_what_goes_in_may_be_what_comes_out() -> None:
     for number, kernel in enumerate(of_one_tensor * 2):
         work.late(number % 3, 300 * (number % 2))
         work.add(kernel, in_rounds(kernel, 3, 3, 2) if kernel.endswith(ROUNDS) else 100, in_place=True)
-    report = check(work.scenario, schedules=60)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=60)
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 7, 0xFFFFFFF9, 0xFFFFFFFA, 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF])
@@ -352,8 +347,7 @@ def test_epochs_alternate_across_the_wrap(last: int) -> None:
         taken = scenario.buffer(f"taken {launch}", [torch.zeros(1, dtype=torch.uint32)], [torch.tensor([first], dtype=torch.uint32)])
         scenario.launch("take", 2, 32, (counters, taken, ctypes.c_uint32(count)))
         previous = first + count - 1
-    report = check(scenario, schedules=2)
-    assert report.clean, report
+    require_clean(scenario, schedules=2)
 
 
 def test_collectives_in_any_order_share_a_workspace() -> None:
@@ -361,8 +355,7 @@ def test_collectives_in_any_order_share_a_workspace() -> None:
     work = Collectives(3, sharing)
     for kernel in (*sharing, *reversed(sharing)):
         work.add(kernel, 604)
-    report = check(work.scenario, schedules=10)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -370,8 +363,7 @@ def test_sums_of_every_dtype_are_right(dtype: torch.dtype) -> None:
     work = Collectives(2, ("all_reduce_one_shot", "reduce_relay"), dtype)
     for kernel in ("all_reduce_one_shot", "reduce_relay"):
         work.add(kernel, 1000 + dtype.itemsize)
-    report = check(work.scenario, schedules=3)
-    assert report.clean, report
+    require_clean(work.scenario, schedules=3)
 
 
 def test_the_kernel_of_the_documentation_is_right() -> None:
@@ -386,8 +378,7 @@ def test_the_kernel_of_the_documentation_is_right() -> None:
         source = scenario.buffer(f"in {launch}", terms)
         target = scenario.buffer(f"out {launch}", [torch.zeros(length)] * 2, [terms[0] + terms[1]] * 2)
         scenario.launch("all_reduce", BLOCKS, 64, (arena, *places, source, target, ctypes.c_uint64(4 * length)))
-    report = check(scenario, schedules=100)
-    assert report.clean, report
+    require_clean(scenario, schedules=100)
     assert lint(compile_cubin(block[1], defines={"WORLD_SIZE": 4}).ptx()) == []
 
 

@@ -6,15 +6,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from device.judged import judge, require_correct
-from device.twins import twin
-from peerlane import problems, solutions
+from device.judged import judge_case, require_correct
+from device.runs import run_call, run_calls
+from device.twins import twin, use_twin
 from peerlane.device import compile_cubin, group_of
 from peerlane.device.host.element_types import element_type
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.device.tools.lint import lint
-from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.emulator.sequence import findings
 from peerlane.problems.families.conv import from_zigzag, zigzag_shard
 from peerlane.solutions import p087_conv2d_patch_parallel_halo as border_rows
 from peerlane.solutions.families import gated_convolution as direct
@@ -53,9 +51,7 @@ def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | st
         launch(x1=x1, x2=x2, v=v, h=h, bias=bias, out=out)
         return out
 
-    emulated = EmulatedRanks(world_size, schedules=1)
-    emulated.load(lambda rank: call)
-    got = emulated.call([(x1[q], x2[q], v[q], h.clone(), bias.clone()) for q in ranks], lambda rank, out: out.clone())
+    got = run_call(call, [(x1[q], x2[q], v[q], h.clone(), bias.clone()) for q in ranks])
     parts = [(gate * value).double() for gate, value in zip(x2, v, strict=True)]
     z = from_zigzag(parts, -1) if zigzag else torch.cat(parts, -1)
     size, filters = 2 * z.shape[-1], h.double().repeat_interleave(shape.group_dim, 0)
@@ -66,7 +62,6 @@ def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | st
     return max(float((one.double().transpose(1, 2) - right).abs().max()) / scale for one, right in zip(got, wanted, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "shape", "tiling", "most"),
     [
@@ -83,21 +78,15 @@ def test_a_convolution_is_right(world_size: int, shape: direct.Shape, tiling: tu
     assert convolved(world_size, shape, tiling) < most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("label", first(["contiguous_odd_bf16", "short_bf16"]))
 def test_long_filters_go_through_transforms(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "MOST_TAPS", 0)
-    require_correct(judge(solutions.files()[72], 72, problems.get(72).case("small", label, 2), schedules=1))
+    require_correct(judge_case(72, label, schedules=1))
 
 
 def races(call: Callable[..., torch.Tensor], given: Sequence[tuple[torch.Tensor, ...]], sm_count: int | None = None) -> bool:
     """Whether anything is found in launches of two calls in a row, between which the host reads the result."""
-    emulated = EmulatedRanks(len(given), schedules=4, sm_count=sm_count)
-    emulated.load(lambda rank: call)
-    for _ in range(2):
-        emulated.call(given, lambda rank, out: out.clone())
-    kinds = {finding.kind for finding in findings(emulated.reports())}
-    return bool(kinds)
+    return bool(run_calls(lambda rank: call, [given] * 2, schedules=4, sm_count=sm_count).kinds)
 
 
 def send_values(x2: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -126,15 +115,13 @@ def turn_rows(x: torch.Tensor) -> torch.Tensor:
     return points
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("label", ["disks", pytest.param("step_2", marks=pytest.mark.long)])
 def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sphere_taps, "MOST_MIXED", 0)
     monkeypatch.setattr(sphere_taps, "RESPONSE_BYTES", 1000)
-    require_correct(judge(solutions.files()[62], 62, problems.get(62).case("small", label, 2), schedules=1))
+    require_correct(judge_case(62, label, schedules=1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 5, 71, 9), (1, 1, 130, 136, 131)], ids=str)
 def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int]) -> None:
     images, groups, outputs, terms, points = sizes
@@ -146,9 +133,7 @@ def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int])
         sphere_mixing.mix(group_of(), x, sphere_mixing.Mixing(weight, groups, bias), y, 4)
         return y
 
-    emulated = EmulatedRanks(1, schedules=1)
-    emulated.load(lambda rank: call)
-    got = emulated.call([(x, weight, bias)], lambda rank, y: y.clone())[0].view(images, -1, points + 7)
+    got = run_call(call, [(x, weight, bias)])[0].view(images, -1, points + 7)
     exact = torch.einsum("got,igtp->igop", weight.view(groups, outputs, terms).double(), x.double()).flatten(1, 2) + bias.double().view(
         -1, 1
     )
@@ -156,7 +141,6 @@ def test_channels_are_mixed_as_in_float32(sizes: tuple[int, int, int, int, int])
     assert not got[..., :4].any() and not got[..., -3:].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "lost"),
     [
@@ -176,7 +160,7 @@ def test_an_exchange_needs_every_step(call: Callable[..., torch.Tensor], lost: s
     kernels = {send_arcs: (sphere_exchange, "SPHERE_SEND"), turn_rows: (border_rows, "TURNED_ROWS")}
     module, kernel = kernels.get(call, (long_convolution, "HYENA_EXCHANGE"))
     if lost:
-        monkeypatch.setattr(module, kernel, twin(getattr(module, kernel), lost, lost.partition(";")[2]))
+        use_twin(monkeypatch, module, kernel, lost, lost.partition(";")[2])
     given: Sequence[tuple[torch.Tensor, ...]]
     if call is turn_rows:
         given = [(torch.randn(1, 8, 2, 6).bfloat16(),) for _ in range(2)]
@@ -187,7 +171,6 @@ def test_an_exchange_needs_every_step(call: Callable[..., torch.Tensor], lost: s
     assert races(call, given) == bool(lost)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_results_are_fetched_when_their_owner_has_written_them(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one block of a launch writes results itself, in place of the kernel before it."""
@@ -214,8 +197,8 @@ def test_results_are_fetched_when_their_owner_has_written_them(waits: bool, monk
 def test_a_broken_twin_is_refused(
     number: int, label: str, module: ModuleType, kernel: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, kernel, twin(getattr(module, kernel), old, new))
-    assert not judge(solutions.files()[number], number, problems.get(number).case("small", label, 2), schedules=3).correct
+    use_twin(monkeypatch, module, kernel, old, new)
+    assert not judge_case(number, label, schedules=3).correct
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -230,7 +213,6 @@ def test_a_filter_that_fits_nowhere_has_no_tiling() -> None:
     assert direct.tiling_of(direct.Shape(1, 1024, 65536, 2, 1024, 131072, BF16), 2, 8) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["evo2_mr", "sweep_1024"])
 def test_the_direct_kernel_obeys_the_rules_of_memory_order(name: str) -> None:
     shape = PUBLISHED[name]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from device.judged import judge, require_correct
-from device.twins import twin
+from device.twins import use_twin
 from peerlane import problems, solutions
 from peerlane.device.host.jit import compile_cubin
 from peerlane.device.host.resources import resources
@@ -98,7 +98,6 @@ def test_scans_count_four_parts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     require_correct(judge(solutions.files()[74], 74, case_of(74, "carried_bf16", 2, heads=1, local=9 * CHUNK), schedules=1))
 
 
-@pytest.mark.slow
 def test_a_state_moves_on_to_the_next_rank() -> None:
     require_correct(judge(solutions.files()[75], 75, case_of(75, "carried_bf16", 2), schedules=1))
 
@@ -123,14 +122,13 @@ TWINS = [
 @pytest.mark.usefixtures("small_ring")
 @pytest.mark.parametrize(("number", "local", "old", "new"), TWINS)
 def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chunks, "DELTA_CHUNKS", twin(DELTA_CHUNKS, old, new, "attention/delta_rule.cuh"))
+    use_twin(monkeypatch, delta_chunks, "DELTA_CHUNKS", old, new, "attention/delta_rule.cuh")
     assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 
 SHAPES = {"kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256), "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_fits_a_block(name: str) -> None:
     cubin = compile_cubin(DELTA_CHUNKS.source, arch="sm_90a", defines={"WORLD_SIZE": 4, **SHAPES[name].defines()})

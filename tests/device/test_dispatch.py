@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from device.twins import twin
+from device.runs import run_call, run_calls
+from device.twins import use_twin
 from peerlane.device import group_of
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.moe import dispatch
 from peerlane.device.moe.dispatch import Received, Routing, TokenCombine, TokenDispatch, token_combine, token_dispatch
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
 HIDDEN, SLOTS, OWN, MOST = 24, 3, 2, 6
@@ -115,17 +114,10 @@ def is_wrong(want: dict[str, torch.Tensor], got: Any, alignment: int) -> bool:
 
 def found(calls: Calls, schedules: int = 3) -> set[str]:
     """Returns the kinds of the emulator's findings, and ``wrong_result``."""
-    made, kinds = EmulatedRanks(calls.world_size, schedules=schedules), set[str]()
-    try:
-        made.load(lambda rank: solution(calls))
-        for number in range(len(calls.tokens)):
-            given = drawn(calls, number)
-            results = made.call(list(given), lambda rank, output: output)
-            if any(is_wrong(want, got, calls.alignment) for want, got in zip(wanted(calls, given), results, strict=True)):
-                kinds.add("wrong_result")
-    except RankFailure as failure:
-        kinds.add(type(failure.__cause__ or failure).__name__)
-    return kinds | {finding.kind for finding in findings(made.reports())}
+    given = [drawn(calls, number) for number in range(len(calls.tokens))]
+    run = run_calls(lambda rank: solution(calls), given, schedules=schedules)
+    pairs = [pair for one, got in zip(given, run.outputs, strict=False) for pair in zip(wanted(calls, one), got, strict=True)]
+    return run.faults(not any(is_wrong(want, got, calls.alignment) for want, got in pairs))
 
 
 @pytest.mark.parametrize(
@@ -143,27 +135,26 @@ def test_rows_reach_their_experts_and_sums_their_tokens(calls: Calls) -> None:
 
 def found_in_fp8(world_size: int) -> set[str]:
     """Returns what :func:`found` does, of tokens in fp8 beside the same ones as they are."""
-    columns, routing, made = 384, Routing(OWN, MOST, 32, alignment=2), EmulatedRanks(world_size, schedules=2)
+    columns, routing = 384, Routing(OWN, MOST, 32, alignment=2)
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         send = token_dispatch(group_of(), MOST, 2, OWN, columns * 2)
         return lambda x, topk_idx: (send(x, topk_idx, None, routing, fp8=True), send(x, topk_idx, None, routing))
 
-    made.load(load)
-    generator, given, kinds = torch.Generator().manual_seed(1), [], set[str]()
+    generator, given, right = torch.Generator().manual_seed(1), [], True
     for tokens in (MOST, 4, 1)[:world_size]:
         x = torch.randn(tokens, columns, generator=generator).bfloat16()
         x[0, :128] = 0
         given.append((x, torch.rand(tokens, world_size * OWN, generator=generator).topk(2).indices))
-    for fp8, plain in made.call(list(given), lambda rank, output: output):
+    run = run_calls(make, [given], schedules=2)
+    for fp8, plain in [pair for outputs in run.outputs for pair in outputs]:
         end, own = int(plain.ends[-1]), plain.sources[plain.sources >= 0].long()
         wanted = plain.x[:end].float().view(end, 3, 128)
         scales = (wanted.abs().amax(2) / 448).clamp(min=1e-12)
         values = (wanted / scales.unsqueeze(2)).clamp(-448, 448).to(torch.float8_e4m3fn).float().view(end, columns)
-        same = torch.equal(fp8.sources, plain.sources) and torch.equal(fp8.scales[own], scales[own])
-        if not same or not torch.equal(fp8.x[:end].float(), values):
-            kinds.add("wrong_result")
-    return kinds | {finding.kind for finding in findings(made.reports())}
+        right &= torch.equal(fp8.sources, plain.sources) and torch.equal(fp8.scales[own], scales[own])
+        right &= torch.equal(fp8.x[:end].float(), values)
+    return run.faults(right)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -181,7 +172,7 @@ def test_tokens_travel_in_fp8_with_a_scale_for_128_columns(world_size: int) -> N
     ids=["a scale of 64 columns", "scales of the first row"],
 )
 def test_a_broken_twin_in_fp8_is_refused(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "TOKEN_DISPATCH", twin(dispatch.TOKEN_DISPATCH, old, new, "moe/dispatch.cuh"))
+    use_twin(monkeypatch, dispatch, "TOKEN_DISPATCH", old, new, "moe/dispatch.cuh")
     assert found_in_fp8(2) & {"wrong_result", "race"}
 
 
@@ -211,7 +202,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_dispatch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, old, new, kinds = TWINS[name]
-    monkeypatch.setattr(dispatch, kernel, twin(getattr(dispatch, kernel), old, new, "moe/dispatch.cuh"))
+    use_twin(monkeypatch, dispatch, kernel, old, new, "moe/dispatch.cuh")
     assert found(Calls(2, ((6, 5),) * 2, capacity=12, in_a_row=3), schedules=8) & kinds
 
 
@@ -226,13 +217,10 @@ def test_the_kernels_fit_their_registers(routed: str) -> None:
 
 
 def test_what_there_is_no_exchange_for_is_refused() -> None:
-    made = EmulatedRanks(2, schedules=1)
-
-    def load(rank: int) -> Any:
+    def refuse() -> None:
         for sizes in ((64, 33, 1, 64), (64, 2, 512, 64), (64, 2, 1, 24)):
             for kind in (TokenDispatch, TokenCombine):
                 with pytest.raises(UsageError, match="a multiple of 16 bytes, 1 to 32 slots, 1 to 1023 experts"):
                     kind(group_of(), *sizes)
-        return lambda: None
 
-    made.load(load)
+    run_call(refuse, [(), ()])

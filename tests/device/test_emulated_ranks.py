@@ -1,15 +1,17 @@
 """Whole solutions on emulated ranks: right ones are right and clean, and a bug in host or device code is found."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from device.judged import cases, judge, require_correct
+from device.judged import cases, judge, judge_case, require_correct
+from device.runs import run_calls
 from device.twins import write_solution
 from peerlane import problems, solutions
-from peerlane.emulator.solution_run import run
+from peerlane.device import U32, Buffer, DeclaredKernel, Epochs, Flags, Pointer, communicator, group_of
 from peerlane.results.verdict import WrongResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
@@ -50,7 +52,7 @@ def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
 
 def test_results_that_do_not_last_are_said_to(tmp_path: Path) -> None:
     path = write_solution(tmp_path, 43, "The next call overwrites the results, which lie in the arena.", "")
-    judged = judge(path, 43, problems.get(43).case("small", "fp32", 2), schedules=1)
+    judged = judge_case(43, "fp32", schedules=1, file=path)
     assert judged.correct and judged.outcome.aliased
     with pytest.raises(AssertionError, match="memory that its next call overwrites, and does not say so"):
         require_correct(judged)
@@ -84,37 +86,25 @@ def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
     ids=["returns_early", "exchanges_alone"],
 )
 def test_ranks_that_do_different_things_are_told(tmp_path: Path, old: str, new: str, says: str) -> None:
-    case = problems.get(8).case("small", "block_bf16", 2)
-    judged = judge(write_solution(tmp_path, 8, old, new), 8, case)
+    judged = judge_case(8, "block_bf16", file=write_solution(tmp_path, 8, old, new))
     assert judged.outcome.failure is not None and re.search(says, str(judged.outcome.failure[1]))
 
 
-def test_a_rank_that_another_group_s_ranks_wait_for_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "1_stuck_cuda.py"
-    path.write_text(
-        "from peerlane.device import group_of\ndef solution(tensor):\n"
-        "    if group_of().rank == 0:\n        raise SystemExit\n    group_of().exchange(1)\n"
-    )
-    outcome = judge(path, 1, cases(problems.get(1), 2)[0]).outcome
-    assert outcome.failure is not None and isinstance(outcome.failure[1], SystemExit)
+def test_a_rank_that_another_group_s_ranks_wait_for_is_told() -> None:
+    def stop() -> None:
+        if group_of().rank == 0:
+            raise SystemExit
+        group_of().exchange(1)
+
+    assert isinstance(run_calls(lambda rank: stop, [[(), ()]]).failure, SystemExit)
 
 
-def test_ranks_whose_tensors_differ_in_shape_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "1_shapes_cuda.py"
-    path.write_text(
-        "import torch\nfrom peerlane.device import group_of\nfrom peerlane.device.collectives.communicator import communicator\n"
-        "def solution(tensor):\n    rank = group_of().rank\n    communicator().all_reduce(torch.ones(4 + 2 * rank))\n    return tensor\n"
-    )
-    failure = judge(path, 1, cases(problems.get(1), 2)[0]).outcome.failure
-    assert failure is not None
-    assert re.search(r"rank 0: .* for all_reduce of 16 bytes, torch.float32.*; rank 1: .* for all_reduce of 24 bytes", str(failure[1]))
+def test_ranks_whose_tensors_differ_in_shape_are_told() -> None:
+    failure = run_calls(lambda rank: lambda x: communicator().all_reduce(x), [[(torch.ones(4),), (torch.ones(6),)]]).failure
+    assert re.search(r"rank 0: .* for all_reduce of 16 bytes, torch.float32.*; rank 1: .* for all_reduce of 24 bytes", str(failure))
 
 
 BLOCKS = """
-import torch
-from peerlane.device import U32, DeclaredKernel, Epochs, Flags, group_of, per_group
-
-SOURCE = r'''
 #include <peerlane/comm.cuh>
 using namespace peerlane;
 
@@ -125,39 +115,22 @@ extern "C" __global__ void blocks_meet(const __grid_constant__ Arena arena, cons
     for (int rank = 0; rank < WORLD_SIZE; ++rank)
         if (rank != arena.rank) peers.wait(rank, blockIdx.x, epoch);
 }
-'''
-MEET = DeclaredKernel("blocks_meet", SOURCE, epochs=Epochs(), flags=Flags(), unused=U32)
-
-
-@per_group
-def meet(group):
-    return MEET.bind(group, grid=GRID, block=128, sizes={"flags": GRID}, unused=0)
-
-
-def solution(tensor):
-    meet(group_of())()
-    return tensor
 """
+MEET = DeclaredKernel("blocks_meet", BLOCKS, epochs=Epochs(), flags=Flags(), unused=U32)
 
 
 @pytest.mark.parametrize("grid", [32, 97])
-def test_a_grid_that_two_sms_do_not_hold_is_a_deadlock(tmp_path: Path, grid: int) -> None:
+def test_a_grid_that_two_sms_do_not_hold_is_a_deadlock(grid: int) -> None:
     """Two SMs hold 32 blocks of 128 threads. The others start later, in any order, and their twins may wait for them."""
-    path = tmp_path / "1_blocks_cuda.py"
-    path.write_text(BLOCKS.replace("GRID", str(grid)))
-    outcome = judge(path, 1, cases(problems.get(1), 2)[0]).outcome
+    run = run_calls(lambda rank: MEET.bind(group_of(), grid=grid, block=128, sizes={"flags": grid}, unused=0), [[(), ()]], schedules=4)
     if grid == 32:
-        assert outcome.failure is None and not outcome.findings, outcome
+        run.clean()
     else:
-        said = f"{outcome.failure} {outcome.findings}"
+        said = f"{run.failure} {run.findings}"
         assert "deadlock" in said and "have not started: only 32 are resident" in said
 
 
 WRITTEN_BY_HOSTS = """
-import torch
-from peerlane.device import Buffer, DeclaredKernel, Epochs, Flags, Pointer, group_of, per_group
-
-SOURCE = r'''
 #include <peerlane/comm.cuh>
 using namespace peerlane;
 
@@ -168,29 +141,26 @@ extern "C" __global__ void read_next(const __grid_constant__ Arena arena, const 
     args.out[threadIdx.x] = reinterpret_cast<const float*>(arena.peer((arena.rank + 1) % WORLD_SIZE, args.words))[threadIdx.x];
     BEHIND
 }
-'''
-READ = DeclaredKernel("read_next", SOURCE, epochs=Epochs(), flags=Flags(), words=Buffer(), out=Pointer("float*"))
-
-
-@per_group
-def read(group):
-    return READ.bind(group, grid=1, block=32, sizes={"flags": 1, "words": 128})
-
-
-def solution(tensor):
-    launch, out = read(group_of()), torch.empty(32)
-    launch.tensor("words", (32,), torch.float32).copy_(tensor)
-    launch(out=out)
-    return out
 """
 
 
 @pytest.mark.parametrize("behind", ["peers.barrier(0, 2 * epoch + 1);", ""])
-def test_what_hosts_write_into_an_arena_takes_part_in_races(tmp_path: Path, behind: str) -> None:
-    path = tmp_path / "1_written_cuda.py"
-    path.write_text(WRITTEN_BY_HOSTS.replace("BEHIND", behind))
-    given = [[(torch.full((32,), 2.0 * call + rank),) for rank in range(2)] for call in range(3)]
-    outcome = run(path, given)
-    assert outcome.failure is None and [[float(out[0]) for out in outs] for outs in outcome.outputs] == [[1, 0], [3, 2], [5, 4]]
-    assert {finding.kind for finding in outcome.findings} == (set() if behind else {"race", "wrong_result"})
-    assert behind or "copy_ of host code: 1_written_cuda.py:" in str(outcome.findings[0])
+def test_what_hosts_write_into_an_arena_takes_part_in_races(behind: str) -> None:
+    source = WRITTEN_BY_HOSTS.replace("BEHIND", behind)
+    kernel = DeclaredKernel("read_next", source, epochs=Epochs(), flags=Flags(), words=Buffer(), out=Pointer("float*"))
+
+    def make(rank: int) -> Callable[..., torch.Tensor]:
+        launch = kernel.bind(group_of(), grid=1, block=32, sizes={"flags": 1, "words": 128})
+
+        def call(tensor: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(32)
+            launch.tensor("words", (32,), torch.float32).copy_(tensor)
+            launch(out=out)
+            return out
+
+        return call
+
+    run = run_calls(make, [[(torch.full((32,), 2.0 * call + rank),) for rank in range(2)] for call in range(3)], schedules=4)
+    assert run.failure is None and [[float(out[0]) for out in outs] for outs in run.outputs] == [[1, 0], [3, 2], [5, 4]]
+    assert run.kinds == (set() if behind else {"race", "wrong_result"})
+    assert behind or "copy_ of host code: test_emulated_ranks.py:" in str(run.findings[0])

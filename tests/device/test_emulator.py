@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from command_line import Peerlane
+from device.runs import require_clean
 from peerlane.device import emulator
 from peerlane.device.collectives.kernels import KERNELS
 from peerlane.device.collectives.workspace import Messages, Rings, Workspace, workspace_bytes
@@ -97,8 +98,7 @@ def test_atomics_count_and_bytes_lie_side_by_side() -> None:
     scenario.launch("count_in_grid", 4, 32, [counter, largest])
     every = scenario.buffer("bytes", [torch.zeros(37, dtype=torch.uint8)], [torch.arange(37, dtype=torch.uint8)])
     scenario.launch("bytes_side_by_side", 1, 37, [every])
-    report = check(scenario, schedules=100)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=100)
 
 
 def test_volatile_polls_and_bulk_additions_between_ranks() -> None:
@@ -109,8 +109,7 @@ def test_volatile_polls_and_bulk_additions_between_ranks() -> None:
     other = scenario.arena(4096)
     total = scenario.buffer("total", [torch.zeros(32)] * 2, [2 * torch.arange(32.0)] * 2)
     scenario.launch("add_in_bulk", 1, 32, [other, total], shared_bytes=128)
-    report = check(scenario, schedules=100)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=100)
 
 
 @pytest.mark.parametrize(("twin", "kinds"), [(0, set()), (1, {"proxy_fence"}), (2, {"race"})])
@@ -279,8 +278,7 @@ def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
             args = [arena, workspace, Messages(), data, data, ctypes.c_uint64(4 * numel), ctypes.c_int(0)]
             block, shared_bytes = (rings.relay_threads, rings.relay_shared_bytes) if kernel == "all_reduce_relay" else (32, 0)
             scenario.launch(kernel, 2, block, args, shared_bytes=shared_bytes)
-    report = check(scenario, schedules=20)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=20)
 
 
 def test_the_page_s_example_is_clean_and_its_broken_form_is_not(tmp_path: Path, peerlane: Peerlane) -> None:

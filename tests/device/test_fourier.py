@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from device.twins import twin
+from device.runs import run_call, run_calls
+from device.twins import use_twin
 from peerlane.device import group_of
-from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.emulator.sequence import findings
 from peerlane.solutions.families import fourier
 
 LENGTHS = [(22, 26), (42, 90), (1440, 4), (34, 48)]
@@ -17,10 +16,8 @@ LENGTHS = [(22, 26), (42, 90), (1440, 4), (34, 48)]
 
 def transformed(field: torch.Tensor, lengths: tuple[int, int], inverse: bool) -> list[torch.Tensor | None]:
     """What two ranks get of a field or half spectrum."""
-    ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: lambda x: fourier.transform_planes(group_of(), x, lengths, (1, 2), "ortho", inverse))
     parts = [(part.clone(memory_format=torch.contiguous_format),) for part in field.chunk(2, dim=1 if inverse else 2)]
-    return ranks.call(parts, lambda rank, out: None if out is None else out.clone())
+    return run_call(lambda x: fourier.transform_planes(group_of(), x, lengths, (1, 2), "ortho", inverse), parts)
 
 
 def exchanged(x: torch.Tensor) -> torch.Tensor:
@@ -54,12 +51,9 @@ def test_transforms_of_any_radix_are_right(lengths: tuple[int, int], inverse: bo
 @pytest.mark.parametrize("lost", ["", "peers.wait_all(0, epoch);", "if (FIRST) peers.barrier(1 + blockIdx.x, epoch);"])
 def test_an_exchange_needs_every_step(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if lost:
-        monkeypatch.setattr(fourier, "FOURIER_LINES", twin(fourier.FOURIER_LINES, lost, ""))
-    ranks = EmulatedRanks(2, schedules=4)
-    ranks.load(lambda rank: exchanged)
-    for _ in range(2):  # between the calls the host reads the planes
-        ranks.call([(torch.randn(2, 12, 4),) for _ in range(2)], lambda rank, planes: planes.clone())
-    assert bool(findings(ranks.reports())) == bool(lost)
+        use_twin(monkeypatch, fourier, "FOURIER_LINES", lost, "")
+    given = [[(torch.randn(2, 12, 4),) for _ in range(2)] for _ in range(2)]  # between the calls the host reads the planes
+    assert bool(run_calls(lambda rank: exchanged, given, schedules=4).kinds) == bool(lost)
 
 
 @pytest.mark.parametrize("points", [1, 2, 16, 17, 24, 256, 720, 1024, 1440, 3600, 4096, 2 * 181])

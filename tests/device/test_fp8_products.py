@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from device.runs import equal, run_call, run_calls
 from device.twins import use_header
 from peerlane import ops
 from peerlane.device import group_of
@@ -18,9 +19,8 @@ from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.device.products.quantised import E4M3, Quantised, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.scales import Scaling
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
+from representatives import first
 
 SCALES = ("tensor", "row", "blocks")
 LEFT, RIGHT = {"tensor": "tensor", "row": "row", "blocks": "block"}, {"tensor": "tensor", "row": "row", "blocks": "square"}
@@ -45,20 +45,9 @@ def found(
     calls: int = 2,
 ) -> set[str]:
     """Returns the kinds of the emulator's findings for calls behind each other, and ``wrong_result`` if a result is not exact."""
-    ranks, kinds = EmulatedRanks(world_size, schedules=2), set()
-    try:
-        ranks.load(lambda rank: lambda *given: call(group_of(), *given))
-        for number in range(calls):
-            drawn = [operands(number, rank) for rank in range(world_size)]
-            outputs = ranks.call(
-                drawn, lambda rank, output: [value.clone() for value in (output if isinstance(output, list) else [output])]
-            )
-            for got, wanted in zip(outputs, expected(drawn), strict=True):
-                if not all(map(torch.equal, got, wanted)):
-                    kinds.add("wrong_result")
-    except RankFailure as failure:
-        kinds.add(type(failure).__name__)
-    return kinds | {finding.kind for finding in findings(ranks.reports())}
+    drawn = [[operands(number, rank) for rank in range(world_size)] for number in range(calls)]
+    run = run_calls(lambda rank: lambda *given: call(group_of(), *given), drawn, schedules=2)
+    return run.faults(all(map(equal, run.outputs, map(expected, drawn))))
 
 
 def local(by: str, promoted: bool = False) -> set[str]:
@@ -67,7 +56,7 @@ def local(by: str, promoted: bool = False) -> set[str]:
         1,
         lambda call, rank: (exact(m, k, LEFT[by], call), exact(n, k, RIGHT[by], 10 + call)),
         lambda group, a, b: fp8.product(group, a, b.t(), promoted=promoted),
-        lambda drawn: [[(a.float() @ b.float().T).bfloat16()] for a, b in drawn],
+        lambda drawn: [(a.float() @ b.float().T).bfloat16() for a, b in drawn],
         calls=1,
     )
 
@@ -82,7 +71,7 @@ def summed(name: str, by: str, world_size: int) -> set[str]:
 
     def expected(drawn: list[Any]) -> list[Any]:
         total = torch.stack([a.float() @ b.float().T for a, b in drawn]).sum(0).bfloat16()
-        return [[part] for part in total.chunk(world_size)] if "scatter" in name else [[total]] * world_size
+        return list(total.chunk(world_size)) if "scatter" in name else [total] * world_size
 
     return found(world_size, operands, lambda group, a, b: getattr(fp8, name)(group, a, b.t()), expected)
 
@@ -120,7 +109,7 @@ def test_a_product_of_e4m3_is_its_operands_times_their_scales(by: str, promoted:
 @pytest.mark.parametrize(
     ("name", "by", "world_size"),
     [
-        pytest.param("product_reduce_scatter", "blocks", 2, marks=pytest.mark.slow),
+        ("product_reduce_scatter", "blocks", 2),
         *(
             pytest.param(name, by, world_size, marks=pytest.mark.long)
             for name in ("product_reduce_scatter", "product_all_reduce")
@@ -138,7 +127,7 @@ def test_ranks_scale_what_they_add_call_after_call(name: str, by: str, world_siz
 @pytest.mark.parametrize(
     ("by", "world_size"),
     [
-        pytest.param("blocks", 2, marks=pytest.mark.slow),
+        ("blocks", 2),
         *(
             pytest.param(by, world_size, marks=pytest.mark.long)
             for by in SCALES
@@ -151,7 +140,7 @@ def test_rows_travel_with_their_scales(by: str, world_size: int) -> None:
     assert not gathered(by, world_size)
 
 
-@pytest.mark.parametrize("by", ["row", pytest.param("blocks", marks=pytest.mark.slow), pytest.param("tensor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", first(["row", "blocks", "tensor"], 2))
 def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     """Beside float64. A number loses at most 2^-4 of itself, or half of the smallest number of e4m3; the sum of k terms k 2^-24 of their
     absolute values in fp32; the result 2^-8."""
@@ -159,9 +148,7 @@ def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     x, weight = torch.randn(72, 272, generator=draw), torch.randn(136, 272, generator=draw)
     x[5] *= 1000  # with a scale for all, other rows lose what is theirs
     x8, w8 = quantise(x, LEFT[by]), quantise(weight, RIGHT[by])  # type: ignore[arg-type]
-    ranks = EmulatedRanks(1, schedules=1)
-    ranks.load(lambda rank: lambda a, b: fp8.product(group_of(), a, b.t()))
-    ((y,),) = ([out.double()] for out in ranks.call([(x8, w8)], lambda rank, output: output.clone()))
+    (y,) = run_call(lambda a, b: fp8.product(group_of(), a, b.t()).double(), [(x8, w8)])
     exact_y = x8.float().double() @ w8.float().double().T
     sums = x8.float().double().abs() @ w8.float().double().abs().T
     assert bool(((y - exact_y).abs() <= 2**-8 * exact_y.abs() + 272 * 2**-24 * sums).all())
@@ -172,7 +159,6 @@ def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     assert bool(((exact_y - x.double() @ weight.double().T).abs() <= most).all())
 
 
-@pytest.mark.slow
 def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
     """A layer's two products, with a bias and an activation; rows that ``quantise`` made travel from where they are."""
     m, k, n = 16, 144, 24
@@ -184,8 +170,6 @@ def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
         y8, y_scales = ops.quantize_fp8(torch.nn.functional.pad(hidden, (0, 8)), "tensor")
         return [hidden, ops.gemm_reduce_scatter_fp8(y8, y_scales, down.t().values, down.t().scales, promoted=True)]
 
-    ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: layer)
     draw = torch.Generator().manual_seed(0)
     xs = [torch.randn(m, k, generator=draw).bfloat16() for _ in range(2)]
     layers = [
@@ -193,27 +177,24 @@ def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
     ]
     bias = torch.randn(n, generator=draw).bfloat16()
     given = [(x, *own, bias.clone()) for x, own in zip(xs, layers, strict=True)]
-    outputs = ranks.call(given, lambda rank, out: [value.clone() for value in out])
+    outputs = run_call(layer, given)
     whole, total = torch.cat([quantise(x, "block").float() for x in xs]), torch.zeros(2 * m, 40)
     for (hidden, _), (up, down) in zip(outputs, layers, strict=True):
         torch.testing.assert_close(hidden.float(), (whole @ up.float().T + bias.float()).relu(), rtol=2**-7, atol=2**-6)
         total += quantise(torch.nn.functional.pad(hidden, (0, 8)), "tensor").float() @ down.float().T
     torch.testing.assert_close(torch.cat([part for _, part in outputs]).float(), total, rtol=2**-6, atol=2**-7 * float(total.abs().max()))
-    assert not findings(ranks.reports())
 
 
-@pytest.mark.parametrize("by", [pytest.param("row", marks=pytest.mark.slow), pytest.param("blocks", marks=pytest.mark.long)])
+@pytest.mark.parametrize("by", first(["row", "blocks"]))
 def test_each_group_of_rows_meets_its_own_matrix_and_scales(by: str) -> None:
     counts, n, k = (67, 0, 9), 72, 144
     a, b = exact(sum(counts) + 5, k, LEFT[by], 0), [exact(n, k, RIGHT[by], 1 + g) for g in range(len(counts))]
     matrices = Quantised(*(torch.stack([getattr(one, name) for one in b]) for name in ("values", "scales")))
-    ranks = EmulatedRanks(1, schedules=1)
-    ranks.load(lambda rank: lambda *given: fp8.grouped(group_of(), *given))
     ends = torch.tensor(counts).cumsum(0).int()
-    (out,) = ranks.call([(a, matrices.t(), ends)], lambda rank, result: result.clone())
+    (out,) = run_call(lambda *given: fp8.grouped(group_of(), *given), [(a, matrices.t(), ends)])
     rows = a.float().split([*counts, 5])
     wanted = torch.cat([part @ one.float().T for part, one in zip(rows, b, strict=False)])
-    assert torch.equal(out[: sum(counts)], wanted.bfloat16()) and not findings(ranks.reports())
+    assert torch.equal(out[: sum(counts)], wanted.bfloat16())
 
 
 TWINS = {
@@ -301,26 +282,20 @@ def test_a_kernel_quantises_rows_as_torch_does(by: Any) -> None:
     x = torch.randn(9, 528, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[3], x[4, -1] = 0, 100
     half = torch.nn.functional.silu(x[:, :256].float()) * x[:, 256:512].float()
-    ranks = EmulatedRanks(1, schedules=1)
-    ranks.load(lambda rank: lambda given, gated: quantise_rows(group_of(), given, by, gated=gated))
-    (found,), (product,) = (
-        ranks.call([(given, gated)], lambda rank, out: out) for given, gated in ((x, False), (x[:, :512].contiguous(), True))
-    )
+    calls = [(x, False)], [(x[:, :512].contiguous(), True)]
+    run = run_calls(lambda rank: lambda given, gated: quantise_rows(group_of(), given, by, gated=gated), calls)
+    (found,), (product,) = run.clean()
     wanted = quantise(x, by)
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)) and torch.equal(found.scales, wanted.scales)
     torch.testing.assert_close(product.float(), half, rtol=2**-4, atol=2**-9 * float(product.scales.max()))
-    assert not findings(ranks.reports())
 
 
 def test_a_kernel_quantises_squares_and_transposes_them() -> None:
     x = torch.randn(2, 144, 272, generator=torch.Generator().manual_seed(0)).bfloat16()
-    ranks = EmulatedRanks(1, schedules=1)
-    ranks.load(lambda rank: lambda given: quantise_squares(group_of(), given, transposes=True))
-    ((found, turned),) = ranks.call([(x,)], lambda rank, out: out)
+    ((found, turned),) = run_call(lambda given: quantise_squares(group_of(), given, transposes=True), [(x,)])
     wanted = quantise(x, "square")
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)) and torch.equal(found.scales, wanted.scales)
     assert turned.values.is_contiguous() and torch.equal(turned.float(), wanted.float().mT)
-    assert not findings(ranks.reports())
 
 
 @pytest.mark.long
@@ -337,14 +312,11 @@ def test_experts_in_e4m3_are_four_operators() -> None:
         middle = ops.quantize_fp8(both, "block", gated=True)
         return ops.combine(ops.grouped_gemm_fp8(*middle, down.t().values, down.t().scales, handle.ends), handle, weights)
 
-    ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: layer)
     own_of = [[quantise(w[own * rank : own * rank + own], "square") for w in (up, down)] for rank in range(2)]
     given = [(x, topk_idx.clone(), *layers) for x, layers in zip(xs, own_of, strict=True)]
-    for x, y in zip(xs, ranks.call(given, lambda rank, out: out.clone()), strict=True):
+    for x, y in zip(xs, run_call(layer, given), strict=True):
         wanted = torch.zeros(3, hidden)
         for token, slot in topk_idx.ge(0).nonzero().tolist():
             gate, linear = (up[topk_idx[token, slot]] @ x[token].float()).chunk(2)
             wanted[token] += 0.5 * (down[topk_idx[token, slot]] @ (torch.nn.functional.silu(gate) * linear))
         assert float((y.float() - wanted).norm()) <= 0.1 * float(wanted.norm())  # three roundings to e4m3
-    assert not findings(ranks.reports())

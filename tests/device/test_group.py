@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from device.pool_doubles import RANKS, Meeting
 from peerlane.device.host import cuda_group, ipc
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.declare import U32, DeclaredKernel, compile_ahead
-from peerlane.device.host.group import Group, Small, per_group
+from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.ipc import StoreExchange, shares
 from peerlane.device.host.shared_page import HostBoard
@@ -117,19 +118,10 @@ def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
 
 @pytest.mark.parametrize("folder", ["/dev/shm", "/nonexistent"])
 def test_ranks_agree_on_numbers_in_every_call(folder: str) -> None:
-    count, calls = 3, 200
-    values: list[Small] = [None] * count
-    barrier = threading.Barrier(count)
+    count, calls, meeting = RANKS, 200, Meeting()
 
     def member(rank: int) -> list[list[int]]:
-        def exchange(value: Small) -> list[Small]:
-            values[rank] = value
-            barrier.wait(10)
-            found = list(values)
-            barrier.wait(10)
-            return found
-
-        board = HostBoard(exchange, rank, count, folder)
+        board = HostBoard(partial(meeting.exchange, rank), rank, count, folder)
         assert board.shared == (folder == "/dev/shm")
         return [board(1000 * call + rank) for call in range(calls)]
 

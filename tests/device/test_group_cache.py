@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from device.runs import run_calls
 from peerlane.device import Arena, DeclaredKernel, Epochs, Flags, Group, group_of, per_group
 from peerlane.device.host import group_cache
 from peerlane.device.host.group_cache import GroupCache
-from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 RANKS, MOST = 2, 3
@@ -24,11 +24,7 @@ def few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_ranks(solution: Callable[[Group], Any], calls: int = 1) -> list[Any]:
     """What the last call of ``solution(group)`` gives on every emulated rank."""
-    ranks = EmulatedRanks(RANKS, schedules=1)
-    ranks.load(lambda rank: lambda: solution(group_of()))
-    for _ in range(calls):
-        found = ranks.call([()] * RANKS, lambda rank, output: output)
-    return found
+    return run_calls(lambda rank: lambda: solution(group_of()), [[()] * RANKS] * calls).clean()[-1]
 
 
 @per_group

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from device.runs import run_call
 from peerlane.device import compile_cubin, group_of
 from peerlane.device.host.resources import resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
@@ -12,13 +13,11 @@ from peerlane.device.moe import layer
 from peerlane.device.products import gemm, grouped_gemm
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.grouped_gemm import GroupedProduct
-from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tiling", "major"),
     [(None, "k"), (None, "mn"), pytest.param(gemm.TILINGS[1], "k", marks=pytest.mark.long)],
@@ -29,14 +28,14 @@ def test_each_group_of_rows_meets_its_own_matrix(tiling: gemm.Tiling | None, maj
     draw, rows = torch.Generator().manual_seed(0), sum(counts) + 5
     a, b = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((rows, k), (len(counts), n, k)))
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    given = [b.clone() if major == "k" else b.transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2)]
-    own = [(a.clone(), matrices, ends.clone()) for matrices in given]
-    ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: lambda: GroupedProduct(group_of(), rows, (len(counts), n, k), torch.bfloat16, tiling)(*own[rank]))
-    for out in ranks.call([(), ()], lambda rank, result: result.clone()):
+    matrices = [b.clone() if major == "k" else b.transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2)]
+
+    def multiply(*given: torch.Tensor) -> torch.Tensor:
+        return GroupedProduct(group_of(), rows, (len(counts), n, k), torch.bfloat16, tiling)(*given)
+
+    for out in run_call(multiply, [(a.clone(), own, ends.clone()) for own in matrices]):
         for part, rows_of, matrix in zip(out.split([*counts, 5]), a.split([*counts, 5]), b, strict=False):
             torch.testing.assert_close(part.float(), rows_of.float() @ matrix.float().T, rtol=0.01, atol=0.01)
-    assert not [finding for report in ranks.reports() for finding in report.findings]
 
 
 def test_matrices_of_odd_sizes_are_refused() -> None:
@@ -44,7 +43,7 @@ def test_matrices_of_odd_sizes_are_refused() -> None:
         GroupedProduct(None, 8, (2, 12, 16), torch.bfloat16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tiling", [gemm.TILINGS[0], pytest.param(gemm.TILINGS[3], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("tiling", [gemm.TILINGS[0], gemm.TILINGS[3]], ids=str)
 def test_a_grouped_product_fits_a_block(tiling: gemm.Tiling) -> None:
     cubin = compile_cubin(grouped_gemm.GROUPED_GEMM.source, arch="sm_90a", defines=tiling.defines(torch.bfloat16, "k", "k"))
     found = resources(cubin)["grouped_gemm"]
@@ -59,7 +58,7 @@ BLACKWELL = {
 }
 
 
-@pytest.mark.parametrize("name", ["product", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all-reduce", "experts"))])
+@pytest.mark.parametrize("name", BLACKWELL)
 def test_products_compile_for_blackwell_with_sums_in_tensor_memory(name: str) -> None:
     """They have never run: there the PTX is what can be said."""
     source, tiling, b_major = BLACKWELL[name]

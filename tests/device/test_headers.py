@@ -1,11 +1,10 @@
 """Every device header and every kernel of the examples compiles for every world size; host structures match the device's."""
 
 import ctypes
-import importlib.util
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -31,14 +30,6 @@ HOST_ONLY = {"blocks", "bytes_per_kind"}
 HEADERS = sorted(INCLUDE_DIR.glob("peerlane/**/*.cuh"))
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_there_are_headers_and_examples() -> None:
     assert len(HEADERS) >= 14 and len(EXAMPLES) >= 1
 
@@ -58,7 +49,7 @@ def test_a_header_stands_alone(header: Path) -> None:
     ],
 )
 def test_an_example_compiles(example: Path, world_size: int, dtype: torch.dtype) -> None:
-    source = load(example).SOURCE
+    source = runpy.run_path(str(example))["SOURCE"]
     cubin = compile_cubin(source, defines={"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": world_size, **RINGS.defines()})
     image = cubin.path.read_bytes()
     kernels = re.findall(r"^KERNEL (\w+)\(", source, re.MULTILINE)

@@ -54,7 +54,7 @@ def targets() -> Iterator[Any]:
     for number, kernel in enumerate(KERNELS):
         yield pytest.param(kernel, *MOST_REGISTERS)
         for turn, target in enumerate(FURTHER[:1] if kernel.endswith(ROUNDS) else FURTHER):
-            yield pytest.param(kernel, *target, marks=pytest.mark.slow if turn == number % len(FURTHER) else pytest.mark.long)
+            yield pytest.param(kernel, *target, marks=() if turn == number % len(FURTHER) else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("kernel", "world_size", "dtype", "arch"), [*targets()])
@@ -91,7 +91,6 @@ def test_kernels_compile_with_delays_and_with_a_timeline(defines: dict[str, int]
     assert watched.ptx().count(mark) > usual.ptx().count(mark)
 
 
-@pytest.mark.slow
 def test_roles_of_a_fused_kernel_are_stamped_only_on_demand() -> None:
     defines = {**gemm.TILINGS[0].defines(torch.bfloat16, "k", "mn", gemm.PLAIN), "WORLD_SIZE": 4, "SCATTERS": 0}
     cubins = [compile_cubin(ALL_GATHER_GEMM.source, defines={**defines, **more}) for more in ({}, {"PEERLANE_TIMELINE": 1})]

@@ -1,7 +1,7 @@
 """Mechanisms by instruction, in the PTX that NVRTC and Triton really make, and in the machine code made from it. No GPU is needed."""
 
 import gc
-import importlib.util
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,8 @@ def test_a_function_that_is_not_inlined_counts_for_the_kernels_of_its_module() -
 
 def example(name: str) -> Mapping[str, set[str]]:
     path = Path(__file__).parents[2] / "examples" / "cuda" / name
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cubin = compile_cubin(module.SOURCE, defines={"ELEMENT": "peerlane::BFloat16", "WORLD_SIZE": 4, **RINGS.defines()})
+    source = runpy.run_path(str(path))["SOURCE"]
+    cubin = compile_cubin(source, defines={"ELEMENT": "peerlane::BFloat16", "WORLD_SIZE": 4, **RINGS.defines()})
     return {kernel: set(words) for kernel, words in in_ptx(cubin.ptx()).items()}
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from device.runs import require_clean
 from peerlane.cli.bench import print_mechanisms
 from peerlane.device.host.resources import resources
 from peerlane.device.host.timeline import Event, decode
@@ -28,7 +29,7 @@ from peerlane.device.tools.mechanisms import (
     samples,
 )
 from peerlane.device.tools.trace import observed_spans, trace, write_trace
-from peerlane.emulator import Scenario, check
+from peerlane.emulator import Scenario
 from peerlane.errors import DeviceError, UsageError
 
 RANKS, NBYTES = 3, 2 * (2 * TILE_BYTES + 48)
@@ -51,8 +52,7 @@ def test_loads_take_what_peers_hold(kernel: str) -> None:
     flags, data = arena.take(2 * RANKS * 128), arena.take(NBYTES)
     local = scenario.buffer("local", [torch.ones(NBYTES, dtype=torch.uint8)] * RANKS, [_loaded(kernel)] * RANKS)
     _launch(scenario, kernel, (arena, flags, data, local))
-    report = check(scenario, schedules=4)
-    assert report.clean, report
+    require_clean(scenario, schedules=4)
 
 
 def _loaded(kernel: str) -> torch.Tensor:
@@ -66,8 +66,7 @@ def test_stores_by_all_ranks_at_once_are_clean() -> None:
         flags, data = arena.take(2 * RANKS * 128), arena.take(NBYTES)
         local = scenario.buffer(kernel, [torch.zeros(NBYTES, dtype=torch.uint8)] * RANKS)
         _launch(scenario, kernel, (arena, flags, data, local))
-    report = check(scenario, schedules=4)
-    assert report.clean, report
+    require_clean(scenario, schedules=4)
 
 
 def test_round_trips_end() -> None:
@@ -76,8 +75,7 @@ def test_round_trips_end() -> None:
     places = [ctypes.c_uint64(arena.take(size)) for size in (2 * RANKS * 128, 16)]
     for number, what in enumerate(("flag", "packet", "barrier", "flag", "packet")):
         scenario.launch(what, 1, 32, (arena, *places, ctypes.c_uint32(10 * number), ctypes.c_uint32(10)))
-    report = check(scenario, schedules=40)
-    assert report.clean, report
+    require_clean(scenario, schedules=40)
 
 
 def _launch(scenario: Scenario, kernel: str, places: tuple[object, int, int, object]) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from device.judged import judge_case, require_correct
-from device.twins import twin, use_header
+from device.runs import run_call, run_calls
+from device.twins import use_header, use_twin
 from peerlane.device import compile_cubin, group_of
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.element_types import ELEMENT_TYPES
@@ -18,7 +19,6 @@ from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.moe import exchange, layer
 from peerlane.device.moe import router as router_kernel
 from peerlane.device.products.gemm import Tiling
-from peerlane.emulator.ranks import EmulatedRanks
 
 NUMBERS = {"dispatch": 28, "combine": 29}
 KERNELS = {"dispatch": "MOE_DISPATCH", "combine": "MOE_COMBINE"}
@@ -105,7 +105,7 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, line, kinds = LOST[name]
-    monkeypatch.setattr(exchange, KERNELS[way], twin(getattr(exchange, KERNELS[way]), line, ""))
+    use_twin(monkeypatch, exchange, KERNELS[way], line, "")
     outcome = judge_case(NUMBERS[way], "duplicates_bf16", schedules=12).outcome
     assert {finding.kind for finding in outcome.findings} & kinds
 
@@ -117,17 +117,13 @@ def test_the_router_treats_nan_and_infinity_as_torch_does() -> None:
     tokens = torch.tensor(rows, dtype=torch.bfloat16)
     logits = tokens.clone()
     logits[2, 1:] = logits[3, 1:] = none  # infinity times the zeros of other experts
-    ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: lambda x, router: router_kernel.route(group_of(), x, router, None, 2))
-    routers = [torch.eye(4, dtype=torch.bfloat16) for _ in range(2)]
-    for weights, experts in ranks.call([(tokens.clone(), router) for router in routers], lambda rank, found: found):
+    given = [(tokens.clone(), torch.eye(4, dtype=torch.bfloat16)) for _ in range(2)]
+    for weights, experts in run_call(lambda x, router: router_kernel.route(group_of(), x, router, None, 2), given):
         torch.testing.assert_close(weights, logits.softmax(-1).topk(2).values, equal_nan=True)
         assert experts.min() >= 0 and experts.max() < 4 and (experts[:, 0] != experts[:, 1]).all()
         assert torch.equal(experts[0], torch.tensor([1, 2]))
-    assert not [finding for report in ranks.reports() for finding in report.findings]
 
 
-@pytest.mark.slow
 def test_adapters_are_added_to_weights_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of a library's product may find no SMs beside other ranks' blocks, which wait."""
     monkeypatch.setattr(torch, "addmm", None)
@@ -142,20 +138,18 @@ def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[in
         torch.nn.Linear(a, b, bias=False, dtype=torch.bfloat16) for a, b in ((h, inner), (h, inner), (inner, h))
     )
     own = [copy.deepcopy(layers) for _ in range(world_size)]
-    ranks = EmulatedRanks(world_size, schedules=1)
-    ranks.load(
-        lambda rank: (
-            lambda tokens, router: layer.gated_experts(group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0]))
-        )
-    )
+
+    def make(rank: int) -> Callable[..., torch.Tensor]:
+        return lambda x, router: layer.gated_experts(group_of(), x, (router, None), own[rank], 1, owners(rank, router.shape[0]))
+
+    calls = []
     for counts, experts in batches:
         router = torch.randn(experts, h, generator=draw).to(torch.bfloat16)
-        tokens = [torch.randn(count, h, generator=draw).to(torch.bfloat16) for count in counts]
-        results = ranks.call([(x, router.clone()) for x in tokens], lambda rank, output: output.detach().clone())
-        for x, y in zip(tokens, results, strict=True):
+        calls.append([(torch.randn(count, h, generator=draw).to(torch.bfloat16), router.clone()) for count in counts])
+    for given, outputs in zip(calls, run_calls(make, calls).clean(), strict=True):
+        for (x, router), y in zip(given, outputs, strict=True):
             weight = torch.nn.functional.linear(x, router).softmax(-1).amax(1, keepdim=True)
             torch.testing.assert_close(y, down(torch.nn.functional.silu(gate(x)) * up(x)) * weight, rtol=0.05, atol=0.01)
-    assert not [finding for report in ranks.reports() for finding in report.findings]
 
 
 @pytest.mark.long

@@ -7,13 +7,9 @@ import pytest
 import torch
 
 from device import multicast_kernels as kernels
-from device.test_ptx_front_end import MISSING
+from device.runs import Run, equal, run_calls
 from peerlane.device import compile_cubin
-from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.emulator.findings import Finding
-from peerlane.emulator.ptx_front_end import translate
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
+from peerlane.emulator import Ptx, Report, Scenario, check
 
 
 @pytest.fixture(autouse=True)
@@ -21,41 +17,31 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
 
 
-def raced(broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
-    """Returns what the last of two calls gave on each rank, and what was found."""
-    world = EmulatedRanks(3, schedules=8)
-    world.load(lambda rank: kernels.solution(broken))
-    outputs: list[torch.Tensor] = []
-    try:
-        for _ in range(2):
-            outputs = world.call(kernels.inputs(3), lambda rank, output: output.clone())
-    except RankFailure:
-        outputs = []
-    return outputs, findings(world.reports())
+def raced(broken: int) -> Run:
+    """Two calls on three ranks."""
+    return run_calls(lambda rank: kernels.solution(broken), [kernels.inputs(3)] * 2, schedules=8)
 
 
 def test_a_right_all_reduce_by_multicast_is_clean() -> None:
-    outputs, found = raced(0)
     wanted = torch.stack([x for (x,) in kernels.inputs(3)]).sum(0)
-    assert not found, "\n".join(map(str, found))
-    assert len(outputs) == 3 and all(torch.equal(output, wanted) for output in outputs)
+    assert equal(raced(0).clean()[-1], [wanted] * 3)
 
 
 @pytest.mark.parametrize("broken", [1, 2])
 def test_a_lacking_barrier_is_told_with_both_lines(broken: int) -> None:
-    _, found = raced(broken)
     file = Path(kernels.__file__)
     lines = file.read_text().splitlines()
     write, read = (1 + next(i for i, line in enumerate(lines) if text in line) for text in ("[i] = x[i]", '"=f"(sum.x)'))
-    told = [str(finding) for finding in found if finding.kind == "race"]
-    assert any(f"{file.name}:{write}\n" in text and f"{file.name}:{read}\n" in text for text in told), "\n".join(map(str, found))
+    told = raced(broken).races
+    assert any(f"{file.name}:{write}\n" in text and f"{file.name}:{read}\n" in text for text in told), "\n".join(told)
 
 
 def test_without_permission_there_is_no_multicast_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
-    outputs, found = raced(0)
-    assert not outputs and [finding.kind for finding in found] == ["illegal_address"]
-    assert "not a multicast address of this rank" in str(found[0]) and "TORCH_SYMM_MEM_DISABLE_MULTICAST=0 allows" in str(found[0])
+    run = raced(0)
+    assert not run.outputs and run.kinds == {"illegal_address"}
+    (found,) = map(str, run.findings)
+    assert "not a multicast address of this rank" in found and "TORCH_SYMM_MEM_DISABLE_MULTICAST=0 allows" in found
 
 
 # One thread of each rank: words of all types, read on all ranks, then stored and changed on all ranks.
@@ -154,16 +140,3 @@ def test_another_use_of_the_address_is_an_error(which: int) -> None:
 def test_a_multicast_address_stands_for_the_ranks_of_a_node() -> None:
     report = run(Ptx(compile_cubin(USES).ptx()), "of_a_node", [], 4, 2, nodes=2)
     assert report.clean, str(report)
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "multimem.ld_reduce.relaxed.sys.global.add.v4.e5m2x4 {%r1, %r1, %r1, %r1}, [%rd1]",
-        "multimem.red.relaxed.sys.global.min.f16x2 [%rd1], %r1",
-        "multimem.cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16",
-    ],
-)
-def test_an_unknown_multicast_instruction_is_quoted(instruction: str) -> None:
-    with pytest.raises(UnknownPtx, match="is not known to the emulator"):
-        translate(Ptx(MISSING.replace("INSTRUCTION", instruction)))

@@ -10,6 +10,7 @@ import torch
 
 from device.judged import cases
 from device.nccl_candidates import EXAMPLES, ON_GPUS, PROMPT, TWINS
+from device.runs import equal, run_call, run_calls
 from peerlane import problems, settings
 from peerlane.device import nccl
 from peerlane.device.host import jit, nvidia_wheels
@@ -18,7 +19,7 @@ from peerlane.device.nccl.host_library import HostLibrary
 from peerlane.device.nccl.installation import find_installation, what_is_missing
 from peerlane.device.nccl.world import NO_LSA, GpuWorld, requirements, start
 from peerlane.device.nvshmem.world import World as NvshmemWorld
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.turns import RankMismatch
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 from peerlane.evaluate.audit.device_code import in_ptx
 from peerlane.evaluate.candidates import candidate_file, runs_emulated
@@ -157,18 +158,13 @@ def test_programs_of_scaffold_page_and_prompt_are_right(tmp_path: Path) -> None:
     assert judged(path).correct
     page = tmp_path / "page.py"
     page.write_text((PAGE.read_text().partition("```python\n")[2]).partition("```")[0])
-    pushed = EmulatedRanks(2, schedules=4)
-    pushed.load(lambda rank: runpy.run_path(str(page))["solution"])
-    assert [float(out[3]) for out in pushed.call([(torch.full((40,), float(rank)),) for rank in range(2)], lambda _, out: out)] == [1, 0]
-    assert not [finding for report in pushed.reports() for finding in report.findings]
-    solution = runpy.run_path(str(PROMPT))["solution"]
-    ranks = EmulatedRanks(3, schedules=4)
-    ranks.load(lambda rank: solution)
+    pushed = run_calls(
+        lambda rank: runpy.run_path(str(page))["solution"], [[(torch.full((40,), float(rank)),) for rank in range(2)]], schedules=4
+    )
+    assert [float(out[3]) for out in pushed.clean()[0]] == [1, 0]
     given = [torch.randn(50).to(torch.bfloat16) for _ in range(3)]
-    outputs = ranks.call([(x,) for x in given], lambda rank, output: output.clone())
-    for rank, output in enumerate(outputs):
-        assert torch.equal(output, (given[rank].float() - given[rank - 1].float()).to(torch.bfloat16))
-    assert not [finding for report in ranks.reports() for finding in report.findings]
+    outputs = run_call(runpy.run_path(str(PROMPT))["solution"], [(x,) for x in given], schedules=4)
+    assert equal(outputs, [(given[rank].float() - given[rank - 1].float()).to(torch.bfloat16) for rank in range(3)])
 
 
 def test_the_header_says_where_fields_are() -> None:
@@ -196,17 +192,13 @@ def test_windows_are_zero_and_have_the_same_places() -> None:
         assert nccl.world() is not before
         return kept, nccl.world().rank
 
-    ranks = EmulatedRanks(2)
-    ranks.load(lambda rank: solution)
-    for rank, (tensor, said) in enumerate(ranks.call([(), ()], lambda rank, output: output)):
+    for rank, (tensor, said) in enumerate(run_call(solution, [(), ()], schedules=4)):
         assert tensor.shape == (3, 5) and not tensor.any() and said == rank
 
 
 def test_a_window_of_other_size_on_a_rank_is_told() -> None:
-    ranks = EmulatedRanks(2)
-    ranks.load(lambda rank: lambda: nccl.world().window(4 + rank))
-    with pytest.raises(RankFailure, match="all must make the same calls"):
-        ranks.call([(), ()], lambda rank, output: output)
+    with pytest.raises(RankMismatch, match="all must make the same calls"):
+        run_call(lambda numel: nccl.world().window(numel).tensor, [(4,), (5,)])
 
 
 def test_candidates_are_not_run_without_headers_or_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

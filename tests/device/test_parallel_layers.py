@@ -1,15 +1,14 @@
 """Sharded linear layers equal the whole ones, forward and backward, and copy no weight. On emulated ranks and on one CPU rank."""
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import linear, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from device.test_ops import outputs
+from device.runs import run_call, run_calls
 from peerlane import nn, ops
 from peerlane.device import group_of
 from peerlane.device.products import gemm
@@ -17,16 +16,15 @@ from peerlane.device.products.gemm_all_gather import gemm_all_gather
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
-from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
-PERCEPTRON = """
-import torch
-from peerlane import nn
 
-def solution(x, residual, w1, b1, w2, b2, grad, sequence_parallel, keeps_rows):
+def perceptron(
+    x: torch.Tensor, residual: torch.Tensor, layers: Sequence[torch.Tensor], grad: torch.Tensor, sequence_parallel: bool, keeps_rows: bool
+) -> list[Any]:
+    w1, b1, w2, b2 = layers
     inner, hidden = w1.shape
-    kind = dict(sequence_parallel=sequence_parallel, dtype=x.dtype)
+    kind: Any = {"sequence_parallel": sequence_parallel, "dtype": x.dtype}
     up = nn.ColumnParallelLinear(hidden, inner, activation="silu", keeps_rows=keeps_rows, **kind)
     down = nn.RowParallelLinear(inner, hidden, **kind)
     up.load_whole(w1, b1)
@@ -34,9 +32,8 @@ def solution(x, residual, w1, b1, w2, b2, grad, sequence_parallel, keeps_rows):
     x, residual = x.clone().requires_grad_(), residual.clone().requires_grad_()
     y = down(up(x), residual)
     y.backward(grad)
-    whole = [up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad]
-    return [y.detach(), x.grad, residual.grad, *(value.to_local() for value in whole)]
-"""
+    whole: list[Any] = [up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad]
+    return [y, x.grad, residual.grad, *(value.to_local() for value in whole)]
 
 
 @pytest.mark.parametrize(
@@ -44,14 +41,12 @@ def solution(x, residual, w1, b1, w2, b2, grad, sequence_parallel, keeps_rows):
     [
         (torch.bfloat16, 2, True, True),
         pytest.param(torch.bfloat16, 3, True, False, marks=pytest.mark.long),
-        pytest.param(torch.bfloat16, 2, False, False, marks=pytest.mark.slow),
+        (torch.bfloat16, 2, False, False),
         (torch.float32, 2, True, False),
-        pytest.param(torch.float32, 2, False, False, marks=pytest.mark.slow),
+        (torch.float32, 2, False, False),
     ],
 )
-def test_a_sharded_perceptron_equals_the_whole_one(
-    dtype: torch.dtype, world_size: int, sequence_parallel: bool, keeps_rows: bool, tmp_path: Path
-) -> None:
+def test_a_sharded_perceptron_equals_the_whole_one(dtype: torch.dtype, world_size: int, sequence_parallel: bool, keeps_rows: bool) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -64,12 +59,12 @@ def test_a_sharded_perceptron_equals_the_whole_one(
         [(value.chunk(world_size)[rank] if sequence_parallel else value).clone() for value in (x, residual, grad)]
         for rank in range(world_size)
     ]
-    calls = [(rows, added, *(value.clone() for value in layers), upstream, sequence_parallel, keeps_rows) for rows, added, upstream in own]
+    calls = [(rows, added, [value.clone() for value in layers], upstream, sequence_parallel, keeps_rows) for rows, added, upstream in own]
     wide = [value.double().requires_grad_() for value in (x, residual, *layers)]
     y = linear(silu(linear(wide[0], wide[2], wide[3])), wide[4], wide[5]) + wide[1]
     y.backward(grad.double())
     gradients = [value.grad for value in wide]
-    for rank, found in enumerate(outputs(tmp_path, PERCEPTRON, calls)):
+    for rank, found in enumerate(run_call(perceptron, calls, schedules=4)):
         wanted = [y.detach(), *gradients]
         for place, axis in ((3, 0), (4, 0), (5, 1)):  # of both weights and the first bias a rank has a part
             wanted[place] = wanted[place].chunk(world_size, axis)[rank]  # type: ignore[union-attr]
@@ -100,9 +95,8 @@ class Allocated(TorchDispatchMode):
 
 def test_products_allocate_nothing_but_their_results() -> None:
     m, k, n = 32, 64, 72
-    made = EmulatedRanks(2, schedules=1)
 
-    def call(rank: int) -> Any:
+    def make(rank: int) -> Any:
         group, dtype = group_of(), torch.bfloat16
         kernels = [
             (gemm.product(group, m, n, k, dtype), m * n),
@@ -122,9 +116,8 @@ def test_products_allocate_nothing_but_their_results() -> None:
 
         return each
 
-    made.load(call)
     given = [(torch.ones(m, k).bfloat16(), torch.ones(n, k).bfloat16()) for _ in range(2)]
-    for found in made.call(given, lambda rank, counted: counted):
+    for found in run_calls(make, [given]).clean()[0]:
         assert all(counted == wanted for counted, wanted in found), found
 
 
@@ -136,13 +129,6 @@ def test_operands_are_taken_as_they_lie() -> None:
     for b in (weight[:, 1:], weight[:, 1:].t(), torch.zeros(3, 5, dtype=torch.bfloat16).t()):
         right, found = gemm.stored(b)
         assert found == "mn" and torch.equal(right, b) and gemm.fits_map(right)
-
-
-@pytest.fixture
-def one_rank() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -164,7 +150,6 @@ def test_sharded_layers_follow_autocast(sequence_parallel: bool) -> None:
         layers[1](torch.ones(4, 16).double())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.runs import require_clean
 from device.twins import write_header
 from peerlane.device import compile_cubin
 from peerlane.device.collectives.point_to_point import SOURCE, Slots, Space, Transfer, space_bytes, table
@@ -129,8 +130,7 @@ CASES = [in_one_batch, receives_first, received_in_the_other_order, long_ones_in
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_messages_arrive_whole_in_every_schedule(make: object) -> None:
-    report = check(make().scenario, schedules=60)  # type: ignore[operator]
-    assert report.clean, report
+    require_clean(make().scenario, schedules=60)  # type: ignore[operator]
 
 
 def test_long_sends_ahead_of_receives_in_one_queue_deadlock() -> None:
@@ -141,7 +141,7 @@ def test_long_sends_ahead_of_receives_in_one_queue_deadlock() -> None:
     apart.post([], [0, 1])
     together.post([0, 1], [0, 1])
     assert "deadlock" in {finding.kind for finding in check(apart.scenario, schedules=3).findings}
-    assert check(together.scenario, schedules=30).clean
+    require_clean(together.scenario, schedules=30)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import torch
 
 from device import test_patterns as patterns
 from device.judged import cases, require_correct
+from device.runs import require_clean
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, build, check
 from peerlane.emulator.job import run_job
 from peerlane.emulator.ptx_front_end import translate
 from peerlane.evaluate.correctness.emulated import judge_emulated
-from representatives import first
 
 # Arithmetic with values that come from memory, so that the compiler leaves it to the GPU. Results of the C++ and of the PTX are compared.
 NUMBERS = r"""
@@ -109,15 +109,12 @@ def test_faults_are_found_from_ptx_as_from_the_source(name: str, modules: dict[i
 
 
 @pytest.mark.two_compilers
-@pytest.mark.parametrize("number", [2, 18])
+@pytest.mark.parametrize(
+    "number",
+    [2, 18, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 8, 12, 17, 33, 44)),
+     *(pytest.param(number, marks=pytest.mark.long) for number in (4, 7, 16, 20, 39, 73))],
+)  # fmt: skip
 def test_a_kit_kernel_is_right_and_clean_from_its_ptx(number: int) -> None:
-    require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
-
-
-@pytest.mark.slow
-@pytest.mark.two_compilers
-@pytest.mark.parametrize("number", first([1, 8, 12, 17, 33, 44, 4, 7, 16, 20, 39, 73], 6))
-def test_more_kit_kernels_are_right_and_clean_from_their_ptx(number: int) -> None:
     require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
 
 
@@ -142,6 +139,12 @@ MISSING = """
         "vadd2.u32.u32.u32 %r1, %r1, %r2, %r1",
         "ld.global.mmio.u32 %r1, [%r2]",
         "call (%r1), f, (%r2)",
+        "multimem.ld_reduce.relaxed.sys.global.add.v4.e5m2x4 {%r1, %r1, %r1, %r1}, [%rd1]",
+        "multimem.red.relaxed.sys.global.min.f16x2 [%rd1], %r1",
+        "multimem.cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1, %r1}], [%r1]",
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r1, %r1}], [%r1], {%rs1}",
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1}], [%r1]",
     ],
 )
 def test_an_unknown_instruction_is_quoted_with_its_line(instruction: str) -> None:
@@ -185,8 +188,7 @@ def test_ptx_of_any_compiler_is_a_scenario() -> None:
     expected = torch.tensor([31 - i if i < 20 else 0 for i in range(32)], dtype=torch.int32)
     out = scenario.buffer("out", [torch.zeros(32, dtype=torch.int32)], [expected])
     scenario.launch("turn", 1, 32, [out, ctypes.c_uint32(20)], shared_bytes=128)
-    report = check(scenario, schedules=10)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=10)
     racy = Scenario("turn", Ptx(text.replace("    bar.sync 0;\n", "")), 1)
     out = racy.buffer("out", [torch.zeros(32, dtype=torch.int32)])
     racy.launch("turn", 1, 32, [out, ctypes.c_uint32(20)], shared_bytes=128)
@@ -219,5 +221,4 @@ def test_barriers_reduce_predicates() -> None:
     scenario = Scenario("votes", Ptx(text), 1)
     out = scenario.buffer("out", [torch.zeros(64, dtype=torch.int32)], [torch.full((64,), 1220, dtype=torch.int32)])
     scenario.launch("votes", 1, 64, [out])
-    report = check(scenario, schedules=3)
-    assert report.clean, str(report)
+    require_clean(scenario, schedules=3)

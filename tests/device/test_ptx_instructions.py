@@ -7,7 +7,6 @@ import torch
 
 from device import instruction_kernels as kernels
 from device import public_functions
-from device.test_triton_emulated import slow_but
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Scenario, build, check
 from peerlane.emulator.job import run_job
@@ -115,7 +114,7 @@ MEETINGS = {
 }
 
 
-@pytest.mark.parametrize("meeting", slow_but(list(MEETINGS), "cooperative_groups::grid"))
+@pytest.mark.parametrize("meeting", [pytest.param(name, marks=() if "grid" in name else pytest.mark.slow) for name in MEETINGS])
 def test_barriers_of_headers_order_and_their_lack_is_a_race(meeting: str) -> None:
     head, prepare, right, wrong = MEETINGS[meeting]
     grid = "grid" in meeting

@@ -5,11 +5,10 @@ import functools
 import pytest
 import torch
 
-from device.test_ptx_front_end import MISSING
+from device.runs import require_clean
 from peerlane.device import compile_cubin
 from peerlane.device.host.tensor_map import TensorMapSpec
-from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.emulator.ptx_front_end import translate
+from peerlane.emulator import Ptx, Report, Scenario, check
 
 SOURCE = r"""
 #include <peerlane/ptx/ptx_tensor.cuh>
@@ -113,18 +112,4 @@ def test_boxes_have_one_to_five_dimensions() -> None:
     out = scenario.buffer("out", [torch.zeros(96, dtype=torch.int32)], [torch.cat([first, second.flatten()])])
     maps = [spec(places[0], line, (32,), False).emulated(), spec(places[1], five, (2, 2, 2, 2, 4), False).emulated()]
     scenario.launch("edges", 1, 32, [*maps, out])
-    report = check(scenario, schedules=5)
-    assert report.clean, str(report)
-
-
-@pytest.mark.parametrize(
-    "instruction",
-    [
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%rd1, {%r1, %r1}], [%r1]",
-        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r1, %r1}], [%r1], {%rs1}",
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1}], [%r1]",
-    ],
-)
-def test_an_unknown_tensor_copy_is_quoted(instruction: str) -> None:
-    with pytest.raises(UnknownPtx, match="is not known to the emulator"):
-        translate(Ptx(MISSING.replace("INSTRUCTION", instruction)))
+    require_clean(scenario, schedules=5)

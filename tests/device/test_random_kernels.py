@@ -7,6 +7,7 @@ from device import random_kernels as kernels
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Scenario, build
 from peerlane.emulator.job import run_job
+from representatives import first
 
 MODULES = kernels.KERNELS // kernels.KERNELS_OF_A_MODULE
 
@@ -26,9 +27,7 @@ def left_behind(source: str | Ptx, module: int) -> dict[str, bytes]:
     return {name: content for name, content in written.items() if name.startswith("out ")}
 
 
-@pytest.mark.parametrize(
-    "module", [0, *(pytest.param(i, marks=pytest.mark.slow if i < 2 else pytest.mark.long) for i in range(1, MODULES))]
-)
+@pytest.mark.parametrize("module", first(range(MODULES), 2))
 def test_random_kernels_leave_the_same_bits_from_source_and_ptx(module: int) -> None:
     source = kernels.source(module)
     from_source, from_ptx = left_behind(source, module), left_behind(Ptx(compile_cubin(source).ptx()), module)

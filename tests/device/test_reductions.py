@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from device.runs import require_clean
 from device.test_collective_protocols import BLOCKS, PACKET_BUFFER_BYTES, RINGS, take_workspace
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import messages
@@ -13,7 +14,7 @@ from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.reductions import INTEGERS, OPERATIONS, Reduction, fills_packets, reduced_type, refusal
 from peerlane.device.collectives.workspace import Messages, Workspace
 from peerlane.device.host.element_types import ELEMENT_TYPES
-from peerlane.emulator import Scenario, check
+from peerlane.emulator import Scenario
 from peerlane.errors import UsageError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -84,8 +85,7 @@ def test_reductions_round_once_by_packets_and_by_rings(ranks: int) -> None:
     usual, staged = (take_workspace(scenario, ranks, PACKET_BUFFER_BYTES, RINGS) for _ in range(2))
     for name, case in launches:
         add(scenario, *(staged if "staged" in name else usual), name, case, 67)
-    report = check(scenario, schedules=2)
-    assert report.clean, report
+    require_clean(scenario, schedules=2)
 
 
 @pytest.mark.parametrize(

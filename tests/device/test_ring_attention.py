@@ -1,66 +1,50 @@
 """Ring attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from device.judged import judge_case, require_correct
+from device.runs import Run, run_calls
 from device.test_attention import BF16, expected
-from device.twins import twin
+from device.twins import use_twin
+from peerlane.device import group_of
 from peerlane.device.attention import forward, ring
 from peerlane.device.attention.forward import TILINGS, AttentionTiling
-from peerlane.device.attention.ring import RingPlan, Shape
+from peerlane.device.attention.ring import RingAttention, RingPlan, Shape
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
-from peerlane.emulator import solution_run
 from representatives import first
 
-CALLER = """
-from peerlane.device.attention.forward import AttentionTiling
-from peerlane.device.host.group import per_group
-from peerlane.device.host.group_of import group_of
-from peerlane.device.attention.ring import RingAttention, Shape
 
-@per_group
-def made(group, shape):
-    return RingAttention(shape, group, balanced={balanced}, tiling=AttentionTiling(1, 32, 64, 3, 1))
-
-def solution(q, k, v, causal):
-    return made(group_of(), Shape.of(q, k, v, causal))(q, k, v)
-"""
-
-
-def run(
-    folder: Path, world_size: int, length: int, *, heads: int = 1, causal: bool, balanced: bool = False, calls: int = 3
-) -> tuple[solution_run.Outcome, float]:
+def run(world_size: int, length: int, *, heads: int = 1, causal: bool, balanced: bool = False, calls: int = 3) -> tuple[Run, float]:
     """What came of it, and the largest error of a result or a logarithm."""
     generator = torch.Generator().manual_seed(length)
     arguments = [
-        [(*(torch.randn(1, length, h, 32, generator=generator).to(BF16) for h in (heads, 1, 1)), causal) for _ in range(world_size)]
+        [tuple(torch.randn(1, length, h, 32, generator=generator).to(BF16) for h in (heads, 1, 1)) for _ in range(world_size)]
         for _ in range(calls)
     ]
-    return call(folder, arguments, causal=causal, balanced=balanced)
+    return call(arguments, causal=causal, balanced=balanced)
 
 
-def call(
-    folder: Path, arguments: Sequence[Sequence[tuple[Any, ...]]], *, causal: bool, balanced: bool = False
-) -> tuple[solution_run.Outcome, float]:
+def call(arguments: Sequence[Sequence[tuple[torch.Tensor, ...]]], *, causal: bool, balanced: bool = False) -> tuple[Run, float]:
     """The same for these arguments, by call and rank."""
-    file = folder / "attends.py"
-    file.write_text(CALLER.format(balanced=balanced))
-    outcome = solution_run.run(file, arguments, schedules=1)
-    worst = 0.0
-    for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
+
+    def make(rank: int) -> Callable[..., Any]:
+        shape = Shape.of(*arguments[0][rank], causal)
+        return RingAttention(shape, group_of(), balanced=balanced, tiling=AttentionTiling(1, 32, 64, 3, 1))
+
+    found, worst = run_calls(make, arguments), 0.0
+    for given, got in zip(arguments, found.outputs, strict=False):
         q, k, v = (torch.cat([own[i] for own in given], 1) for i in range(3))
         wanted, logarithms = expected(q, k, v, None, causal)
-        out, found = torch.cat([own[0] for own in got], 1), torch.cat([own[1] for own in got], 2)
-        worst = max(worst, float((out - wanted).norm() / wanted.norm()), float((found - logarithms).abs().max()))
-    return outcome, worst
+        out, sums = torch.cat([own[0] for own in got], 1), torch.cat([own[1] for own in got], 2)
+        worst = max(worst, float((out - wanted).norm() / wanted.norm()), float((sums - logarithms).abs().max()))
+    return found, worst
 
 
 @pytest.mark.parametrize("label", ["narrow_values_bf16", "scaled_full_fp32"])
@@ -79,20 +63,18 @@ def test_solutions_are_right_on_more_ranks(number: int, world_size: int, label: 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world_size", "length"), [(2, 130), (3, 130)])
-def test_ranks_that_compute_for_others_are_right(world_size: int, length: int, tmp_path: Path) -> None:
-    outcome, worst = run(tmp_path, world_size, length, causal=True, balanced=True, calls=2)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert worst < 3e-3 and not outcome.findings, outcome.findings
+def test_ranks_that_compute_for_others_are_right(world_size: int, length: int) -> None:
+    found, worst = run(world_size, length, causal=True, balanced=True, calls=2)
+    found.clean(worst < 3e-3)
 
 
-def test_tensors_at_one_address_are_told_apart_by_their_layout(tmp_path: Path) -> None:
+def test_tensors_at_one_address_are_told_apart_by_their_layout() -> None:
     generator = torch.Generator().manual_seed(5)
     memory = [[torch.randn(1, 2, 5, 32, generator=generator).to(BF16) for _ in range(3)] for _ in range(2)]
-    plain = [(*(tensor.view(1, 5, 2, 32) for tensor in own), False) for own in memory]
-    transposed = [(*(tensor.transpose(1, 2) for tensor in own), False) for own in memory]
-    outcome, worst = call(tmp_path, [plain, transposed], causal=False)
-    assert outcome.failure is None and worst < 3e-3 and not outcome.findings, (worst, outcome.findings)
+    plain = [tuple(tensor.view(1, 5, 2, 32) for tensor in own) for own in memory]
+    transposed = [tuple(tensor.transpose(1, 2) for tensor in own) for own in memory]
+    found, worst = call([plain, transposed], causal=False)
+    found.clean(worst < 3e-3)
 
 
 # Whether ranks compute each other's tiles, a line, and what stands there instead.
@@ -107,17 +89,12 @@ TWINS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]
-    monkeypatch.setattr(
-        ring,
-        "RING_ATTENTION",
-        twin(
-            ring.RING_ATTENTION, line, instead, *(f"attention/{name}.cuh" for name in ("ring_attention", "shards", "attention", "parcels"))
-        ),
-    )
-    outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
-    assert outcome.findings or worst > 0.01
+    headers = (f"attention/{header}.cuh" for header in ("ring_attention", "shards", "attention", "parcels"))
+    use_twin(monkeypatch, ring, "RING_ATTENTION", line, instead, *headers)
+    found, worst = run(2, 130, causal=True, balanced=balanced)
+    assert found.faults(worst <= 0.01)
 
 
 @pytest.mark.parametrize("tiling", first((item for item in TILINGS if item.groups == 2 and item.keys != 176), 3), ids=str)

@@ -1,31 +1,23 @@
 """Gradients of attention over emulated ranks: heads travel in pieces, numbers are right, and twins with one thing wrong are caught."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
+from device.runs import Run, run_calls
 from device.test_attention import BF16, expected
-from device.twins import twin
+from device.twins import use_twin
 from peerlane.device.attention import head_exchange as exchange
 from peerlane.device.attention import ring_backward
 from peerlane.device.attention.head_exchange import HeadShape
-from peerlane.emulator import solution_run
 from representatives import first
 
 CHOOSES = ring_backward.pieces
-CALLER = """
-from peerlane.device.attention.ring_backward import attend_over_ranks_backward
-
-def solution(dout, q, k, v, out, logarithms, causal):
-    return attend_over_ranks_backward(dout, q, k, v, out, logarithms, causal=causal)
-"""
 
 
-def run(folder: Path, world_size: int, length: int, heads: tuple[int, int], *, causal: bool) -> tuple[solution_run.Outcome, float]:
+def run(world_size: int, length: int, heads: tuple[int, int], *, causal: bool) -> tuple[Run, float]:
     """What came of two calls, and the largest error of a gradient, relative to its norm."""
-    file = folder / "differentiates.py"
-    file.write_text(CALLER)
     generator = torch.Generator().manual_seed(length)
     arguments, wanted = [], []
     for _ in range(2):
@@ -38,14 +30,14 @@ def run(folder: Path, world_size: int, length: int, heads: tuple[int, int], *, c
         shards = [tensor.chunk(world_size, 1) for tensor in (dout, *whole, out.detach().to(BF16))]
         numbers = logarithms.detach().float().chunk(world_size, 2)
         parts = zip(*shards, numbers, strict=True)
-        arguments.append([(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in part), causal) for part in parts])
-    outcome = solution_run.run(file, arguments, schedules=1)
+        arguments.append([tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in part) for part in parts])
+    found = run_calls(lambda rank: partial(ring_backward.attend_over_ranks_backward, causal=causal), arguments)
     worst = 0.0
-    for want, got in zip(wanted, outcome.outputs if outcome.failure is None else [], strict=False):
+    for want, got in zip(wanted, found.outputs, strict=False):
         for index, gradient in enumerate(want):
-            found = torch.cat([own[index] for own in got], 1)
-            worst = max(worst, float((found - gradient).norm() / gradient.norm()))
-    return outcome, worst
+            whole = torch.cat([own[index] for own in got], 1)
+            worst = max(worst, float((whole - gradient).norm() / gradient.norm()))
+    return found, worst
 
 
 @pytest.fixture(autouse=True)
@@ -59,20 +51,16 @@ def _two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("world_size", "length", "heads", "causal"),
     [
-        pytest.param(2, 5, (4, 4), True, marks=pytest.mark.slow),
+        (2, 5, (4, 4), True),
         pytest.param(2, 3, (8, 4), False, marks=pytest.mark.long),
         pytest.param(3, 3, (6, 6), True, marks=pytest.mark.long),
         pytest.param(4, 3, (8, 4), True, marks=pytest.mark.long),
         pytest.param(2, 5, (2, 1), True, marks=pytest.mark.long),
     ],
 )
-def test_gradients_are_right_and_nothing_is_unordered(
-    world_size: int, length: int, heads: tuple[int, int], causal: bool, tmp_path: Path
-) -> None:
-    outcome, worst = run(tmp_path, world_size, length, heads, causal=causal)
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert worst < 6e-3 and not outcome.findings, outcome.findings
+def test_gradients_are_right_and_nothing_is_unordered(world_size: int, length: int, heads: tuple[int, int], causal: bool) -> None:
+    found, worst = run(world_size, length, heads, causal=causal)
+    found.clean(worst < 6e-3)
 
 
 TWINS = {
@@ -82,13 +70,11 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
-def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = TWINS[name]
-    monkeypatch.setattr(exchange, "HEAD_EXCHANGE", twin(exchange.HEAD_EXCHANGE, line, instead))
-    outcome, worst = run(tmp_path, 2, 3, (4, 4), causal=True)
-    assert outcome.failure is not None or outcome.findings or worst > 0.01
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_twin(monkeypatch, exchange, "HEAD_EXCHANGE", *TWINS[name])
+    found, worst = run(2, 3, (4, 4), causal=True)
+    assert found.faults(worst <= 0.01)
 
 
 def test_pieces_fill_the_sms_and_are_equal() -> None:

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from device.twins import twin
+from device.runs import run_call, run_calls
+from device.twins import use_twin
 from peerlane.device import group_of
 from peerlane.device.collectives import rms_norm
 from peerlane.device.collectives.rms_norm import AllReduceRmsNorm, one_shot_rows
 from peerlane.device.host.jit import compiler_report
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
 COLUMNS, BLOCKS_COLUMNS, EPSILON = 104, 384, 1e-5
@@ -47,10 +46,9 @@ def wrong(given: list[tuple[torch.Tensor, ...]], got: tuple[Any, ...], quantisat
 
 def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Returns the kinds of the emulator's findings for calls of these tokens and quantisations, and ``wrong_result``."""
-    made, kinds = EmulatedRanks(world_size, schedules=3), set[str]()
     columns = BLOCKS_COLUMNS if any(quantisation == "block" for _, quantisation in calls) else COLUMNS
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         norm = AllReduceRmsNorm(group_of(), columns, dtype)
 
         def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantisation: Any) -> Any:
@@ -61,25 +59,20 @@ def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype
 
         return call
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rms_norm, "one_shot_rows", lambda columns, world_size: one_shot)
-            made.load(load)
-            for number, (rows, quantisation) in enumerate(calls):
-                given = drawn(world_size, rows, number, dtype, columns)
-                outputs = made.call([(*own, quantisation) for own in given], lambda rank, output: output)
-                if any(wrong(given, got, quantisation) for got in outputs):
-                    kinds.add("wrong_result")
-    except RankFailure as failure:
-        kinds.add(type(failure.__cause__ or failure).__name__)
-    return kinds | {finding.kind for finding in findings(made.reports())}
+    given = [drawn(world_size, rows, number, dtype, columns) for number, (rows, _) in enumerate(calls)]
+    arguments = [[(*own, quantisation) for own in ranks] for ranks, (_, quantisation) in zip(given, calls, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rms_norm, "one_shot_rows", lambda columns, world_size: one_shot)
+        run = run_calls(make, arguments, schedules=3)
+    of_calls = zip(given, calls, run.outputs, strict=False)
+    return run.faults(not any(wrong(ranks, got, quantisation) for ranks, (_, quantisation), outputs in of_calls for got in outputs))
 
 
 @pytest.mark.parametrize(
     ("world_size", "one_shot", "dtype"),
     [
         (2, 2, torch.bfloat16),
-        pytest.param(3, 2, torch.float16, marks=pytest.mark.slow),
+        (3, 2, torch.float16),
         pytest.param(4, 2, torch.bfloat16, marks=pytest.mark.long),
     ],
 )
@@ -113,7 +106,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one_shot, old, new = TWINS[name]
-    monkeypatch.setattr(rms_norm, "ALL_REDUCE_RMS_NORM", twin(rms_norm.ALL_REDUCE_RMS_NORM, old, new))
+    use_twin(monkeypatch, rms_norm, "ALL_REDUCE_RMS_NORM", old, new)
     quantisation = "block" if "blocks" in name else "token"
     calls = [(2, quantisation)] * 4 if one_shot else [(3, "none")] * 4
     assert found(2 if "parts" not in name else 3, calls, one_shot=one_shot or 1)
@@ -121,7 +114,7 @@ def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("two_shot", "columns", "teams", "quantisation"),
-    [(0, 8192, 1, 2), (1, 8192, rms_norm.MOST_TEAMS, 3), pytest.param(0, 16384, 1, 3, marks=pytest.mark.slow)],
+    [(0, 8192, 1, 2), (1, 8192, rms_norm.MOST_TEAMS, 3), (0, 16384, 1, 3)],
 )
 def test_the_norm_fits_its_registers(two_shot: int, columns: int, teams: int, quantisation: int) -> None:
     packets = -(-columns // rms_norm.PACKET_ELEMENTS)
@@ -138,9 +131,7 @@ def test_more_ranks_leave_fewer_tokens_to_one_shot() -> None:
 
 
 def test_what_the_norm_has_no_kernel_for_is_refused() -> None:
-    made = EmulatedRanks(2, schedules=1)
-
-    def load(rank: int) -> Any:
+    def refuse() -> None:
         with pytest.raises(UsageError, match=r"100 columns in torch\.bfloat16 on 2 ranks: expected bfloat16 or float16, a multiple of 8"):
             AllReduceRmsNorm(group_of(), 100, torch.bfloat16)
         norm, weight = AllReduceRmsNorm(group_of(), 64, torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
@@ -148,6 +139,5 @@ def test_what_the_norm_has_no_kernel_for_is_refused() -> None:
             norm(torch.ones(5, 63, dtype=torch.bfloat16), weight)
         with pytest.raises(UsageError, match="quantisation by 'tensor' got no scale"):
             norm(torch.ones(1, 64, dtype=torch.bfloat16), weight, quantisation="tensor")
-        return lambda: None
 
-    made.load(load)
+    run_call(refuse, [(), ()])

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from device import emulated
-from device.twins import twin
+from device.runs import equal, run_calls
+from device.twins import use_twin
 from peerlane.device import group_of
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.products import gemm, row_gather_gemm
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.row_gather_gemm import RowGatherGemm
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
 from representatives import first
 
 SMALL, PAIR = Tiling(groups=1, columns=64, slots=2), Tiling(groups=1, columns=128, slots=2, blocks=2)
@@ -49,26 +48,20 @@ def found(
     schedules: int = 2,
 ) -> set[str]:
     """Returns the kinds of the emulator's findings for calls behind each other, and ``wrong_result`` if a result is not exact."""
-    made = EmulatedRanks(world_size, schedules=schedules)
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         kernel = RowGatherGemm(m, k, torch.bfloat16, group_of(), tiling=tiling, keeps=keeps)
         return lambda a, bs: kernel(gemm.aligned(a), bs)
 
-    kinds: set[str] = set()
-    try:
-        made.load(load)
-        for call in range(calls):
-            drawn = operands(m, k, widths, world_size, major, call)
-            whole = torch.cat([a for a, _ in drawn])
-            outputs = made.call(drawn, lambda rank, output: [value.clone() for value in output])
-            for (_, bs), got in zip(drawn, outputs, strict=True):
-                wanted = [(whole.float() @ b.float()).bfloat16() for b in bs] + [whole] * keeps
-                if not all(map(torch.equal, got, wanted)):
-                    kinds.add("wrong_result")
-    except RankFailure as failure:
-        kinds.add(type(failure).__name__)
-    return kinds | {finding.kind for finding in findings(made.reports())}
+    drawn = [operands(m, k, widths, world_size, major, call) for call in range(calls)]
+    run = run_calls(make, drawn, schedules=schedules)
+    return run.faults(all(map(equal, run.outputs, (wanted(given, keeps) for given in drawn))))
+
+
+def wanted(drawn: list[tuple[torch.Tensor, list[torch.Tensor]]], keeps: bool) -> list[list[torch.Tensor]]:
+    """Of every rank: the products of all rows with its right operands, and the rows themselves if it ``keeps`` them."""
+    whole = torch.cat([a for a, _ in drawn])
+    return [[(whole.float() @ b.float()).bfloat16() for b in bs] + [whole] * keeps for _, bs in drawn]
 
 
 @pytest.mark.parametrize(
@@ -91,23 +84,19 @@ def test_clusters_gather_rows_as_blocks_do(world_size: int) -> None:
     assert not found(world_size, 140, 72, [136, 8], tiling=PAIR, schedules=1)
 
 
-@pytest.mark.slow
 def test_sums_of_gathered_rows_are_finished_as_the_epilogue_says() -> None:
     m, k, n = 40, 72, 72
-    made = EmulatedRanks(2, schedules=1)
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         kernel = RowGatherGemm(m, k, torch.bfloat16, group_of(), tiling=SMALL, epilogue=EVERYTHING)
         return lambda a, bs, bias, residual: kernel(gemm.aligned(a), bs, biases=[bias], residual=residual, scale=0.5)
 
-    made.load(load)
     drawn = operands(m, k, [n], 2, "k", 0)
     terms = [(emulated.integers(1, n, 7 + rank)[0, :n].clone(), emulated.integers(2 * m, n, 9 + rank)[:, :n]) for rank in range(2)]
     whole = torch.cat([a for a, _ in drawn]).float()
     given = [(*operands, *own) for operands, own in zip(drawn, terms, strict=True)]
-    for (_, (b,)), (bias, residual), (got,) in zip(drawn, terms, made.call(given, lambda rank, output: output), strict=True):
+    for (_, (b,)), (bias, residual), (got,) in zip(drawn, terms, run_calls(make, [given]).clean()[0], strict=True):
         assert torch.equal(got, ((0.5 * (whole @ b.float()) + bias).relu() + residual).bfloat16())
-    assert not findings(made.reports())
 
 
 TWINS = {
@@ -124,8 +113,7 @@ TWINS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_the_row_gather_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: Any = twin(row_gather_gemm.ROW_GATHER_GEMM, *TWINS[name], "products/row_gather_gemm.cuh")
-    monkeypatch.setattr(row_gather_gemm, "ROW_GATHER_GEMM", broken)
+    use_twin(monkeypatch, row_gather_gemm, "ROW_GATHER_GEMM", *TWINS[name], "products/row_gather_gemm.cuh")
     assert found(3, 40, 320, [72, 8], keeps=True, calls=3)
 
 

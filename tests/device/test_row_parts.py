@@ -3,7 +3,7 @@
 import pytest
 
 from device.judged import judge_case, require_correct
-from device.twins import twin
+from device.twins import use_twin
 from peerlane.device import DeclaredKernel, compile_cubin
 from peerlane.solutions.families import row_parts
 
@@ -36,6 +36,6 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, number, label, line = LOST[name]
-    monkeypatch.setattr(row_parts, kernel, twin(getattr(row_parts, kernel), line, ""))
+    use_twin(monkeypatch, row_parts, kernel, line, "")
     found = judge_case(number, label, schedules=12)
     assert "race" in {finding.kind for finding in found.outcome.findings} or found.wrong is not None

@@ -3,31 +3,26 @@
 import pytest
 import torch
 
-from device.twins import twin
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
+from device.runs import run_call, run_calls
+from device.twins import use_twin
 from peerlane.solutions import p085_distributed_sample_sort as sort
 
 
-def sorts(world_size: int, dtype: torch.dtype) -> bool:
-    """Whether two calls return everybody's keys in order, with no finding of the emulator."""
-    ranks, generator = EmulatedRanks(world_size, schedules=2), torch.Generator().manual_seed(85)
-    try:
-        ranks.load(lambda rank: sort.solution)
-        for _ in range(2):
-            shards = [torch.randn(4300 + 7 * rank, generator=generator, dtype=torch.float64).to(dtype) for rank in range(world_size)]
-            parts = ranks.call([(shard.clone(),) for shard in shards], lambda rank, part: part.clone())
-            if not torch.equal(torch.cat(parts), torch.cat(shards).sort().values):
-                return False
-    except RankFailure:
-        return False
-    return not findings(ranks.reports())
+def faults(world_size: int, dtype: torch.dtype) -> set[str]:
+    """The kinds of the emulator's findings in two calls, and ``wrong_result`` if they do not return everybody's keys in order."""
+    generator, calls = torch.Generator().manual_seed(85), []
+    for _ in range(2):
+        shards = [torch.randn(4300 + 7 * rank, generator=generator, dtype=torch.float64).to(dtype) for rank in range(world_size)]
+        calls.append([(shard,) for shard in shards])
+    run = run_calls(lambda rank: sort.solution, calls, schedules=2)
+    wanted = [torch.cat([shard for (shard,) in shards]).sort().values for shards in calls]
+    return run.faults(all(torch.equal(torch.cat(parts), keys) for parts, keys in zip(run.outputs, wanted, strict=False)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.float64), (4, torch.bfloat16)])
 def test_shards_of_several_tiles_are_sorted(world_size: int, dtype: torch.dtype) -> None:
-    assert sorts(world_size, dtype)
+    assert not faults(world_size, dtype)
 
 
 @pytest.mark.slow
@@ -38,12 +33,10 @@ def test_the_merge_of_unsorted_shards_stays_within_them(monkeypatch: pytest.Monk
         sorter.merge.tensor("sorted", shard.shape, torch.int32).copy_(shard.view(torch.int32))
 
     monkeypatch.setattr(sort.Sorter, "sort_shard", copy_shard)
-    ranks, generator = EmulatedRanks(3, schedules=1), torch.Generator().manual_seed(85)
-    ranks.load(lambda rank: sort.solution)
+    generator = torch.Generator().manual_seed(85)
     # Bits of a NaN are the key behind all keys, which ends runs.
     shards = [torch.randint(-1, 9, (40000,), generator=generator, dtype=torch.int32).view(torch.float32) for _ in range(3)]
-    ranks.call([(shard,) for shard in shards], lambda rank, part: part.clone())
-    assert not findings(ranks.reports())
+    run_call(sort.solution, [(shard,) for shard in shards])
 
 
 TWINS = {
@@ -58,5 +51,5 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_the_sort_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, old, new = TWINS[name]
-    monkeypatch.setattr(sort, kernel, twin(getattr(sort, kernel), old, new))
-    assert not sorts(2, torch.float32)
+    use_twin(monkeypatch, sort, kernel, old, new)
+    assert faults(2, torch.float32)

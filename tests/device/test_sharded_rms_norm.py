@@ -2,23 +2,22 @@
 refused."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from device.twins import twin
+from device.runs import run_call, run_calls
+from device.twins import use_twin
+from peerlane import ops
 from peerlane.device import Communicator, group_of
 from peerlane.device.collectives import sharded_rms_norm as module
 from peerlane.device.collectives.sharded_rms_norm import SHARDED_RMS_NORM, Quantisation, ShardedRmsNorm
 from peerlane.device.collectives.workspace import Rings
 from peerlane.device.host.jit import compiler_report
-from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.emulator.sequence import findings
-from peerlane.emulator.solution_run import run
 from peerlane.errors import UsageError
+from representatives import first
 
 EPSILON = 1e-5
 RINGS = Rings(tile_bytes=1024, summing_warps=2, depth=4)
@@ -56,9 +55,8 @@ def wrong(given: list[tuple[torch.Tensor, ...]], rank: int, got: tuple[Any, ...]
 
 def found(world_size: int, calls: list[Call], *, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Returns the kinds of the emulator's findings for some calls, and ``wrong_result``."""
-    made, kinds = EmulatedRanks(world_size, schedules=2), set[str]()
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         norm = ShardedRmsNorm(Communicator(group_of(), rings=RINGS))
 
         def call(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, call: Call) -> Any:
@@ -66,16 +64,10 @@ def found(world_size: int, calls: list[Call], *, dtype: torch.dtype = torch.bflo
 
         return call
 
-    try:
-        made.load(load)
-        for seed, call in enumerate(calls):
-            given = drawn(world_size, call, seed, dtype)
-            outputs = made.call([(*own, call) for own in given], lambda rank, output: output)
-            if any(wrong(given, rank, got, call) for rank, got in enumerate(outputs)):
-                kinds.add("wrong_result")
-    except RankFailure as failure:
-        kinds.add(type(failure.__cause__ or failure).__name__)
-    return kinds | {finding.kind for finding in findings(made.reports())}
+    given = [drawn(world_size, call, seed, dtype) for seed, call in enumerate(calls)]
+    run = run_calls(make, [[(*own, call) for own in ranks] for ranks, call in zip(given, calls, strict=True)], schedules=2)
+    of_calls = zip(given, calls, run.outputs, strict=False)
+    return run.faults(not any(wrong(ranks, rank, got, call) for ranks, call, outputs in of_calls for rank, got in enumerate(outputs)))
 
 
 CALLS: list[Call] = [
@@ -120,13 +112,11 @@ TWINS: dict[str, tuple[int, Call, str, str]] = {
     "scales of what is positive": (2, (False, True, "row", 5, 136), "most = fmaxf(most, fabsf(one));", "most = fmaxf(most, one);"),
 }
 
-QUICKEST = "terms of the tile before"
 
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == QUICKEST else pytest.mark.long) for name in TWINS])
+@pytest.mark.parametrize("name", first(TWINS))
 def test_a_broken_twin_of_the_sharded_norm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world_size, call, old, new = TWINS[name]
-    monkeypatch.setattr(module, "SHARDED_RMS_NORM", twin(SHARDED_RMS_NORM, old, new))
+    use_twin(monkeypatch, module, "SHARDED_RMS_NORM", old, new)
     assert found(world_size, [call] * 2)
 
 
@@ -149,9 +139,7 @@ def test_the_sharded_norm_fits_its_registers(columns: int, tile_rows: int, quant
 
 
 def test_what_the_sharded_norm_has_no_kernel_for_is_refused() -> None:
-    made = EmulatedRanks(2, schedules=1)
-
-    def load(rank: int) -> Any:
+    def refuse() -> None:
         norm, draw = ShardedRmsNorm(Communicator(group_of(), rings=RINGS)), lambda *shape: torch.ones(shape, dtype=torch.bfloat16)
         for x, weight, quantisation in (
             (draw(3, 64), draw(64), "none"),
@@ -160,22 +148,16 @@ def test_what_the_sharded_norm_has_no_kernel_for_is_refused() -> None:
         ):
             with pytest.raises(UsageError, match=r"RMSNorm of sharded rows got .* use reduce_scatter"):
                 norm(x, weight, reduces=True, gathers=False, quantisation=quantisation)  # type: ignore[arg-type]
-        return lambda: None
 
-    made.load(load)
+    run_call(refuse, [(), ()])
 
 
-OPERATORS = """
-import torch
-from peerlane import ops
-
-def solution(x, weight, residual, seed, gathers):
+def differentiate(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, seed: torch.Tensor, gathers: bool) -> list[Any]:
     x, weight, residual = (value.clone().requires_grad_() for value in (x, weight, residual))
     y, total = ops.reduce_scatter_rms_norm(x, weight, residual, gathers=gathers)
     ((y * seed[: len(y)]).float().sum() + total.float().sum()).backward()
     y8, _, scales = ops.reduce_scatter_rms_norm_fp8(x.detach(), weight.detach(), residual.detach(), gathers=gathers, by="block")
-    return [y.detach(), total.detach(), x.grad, weight.grad, residual.grad, y8.float(), scales]
-"""
+    return [y, total, x.grad, weight.grad, residual.grad, y8.float(), scales]
 
 
 @pytest.mark.parametrize(
@@ -186,21 +168,18 @@ def solution(x, weight, residual, seed, gathers):
         pytest.param(True, torch.float32, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.slow
-def test_the_operator_and_its_gradients_equal_the_whole(gathers: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    (file := tmp_path / "step.py").write_text(OPERATORS)
+def test_the_operator_and_its_gradients_equal_the_whole(gathers: bool, dtype: torch.dtype) -> None:
     rows, columns, generator = 3, 128, torch.Generator().manual_seed(4)
     draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4  # noqa: E731
     weight = draw(columns)
     ranks = [(draw(2 * rows, 1, columns), weight, draw(rows, 1, columns), draw(2 * rows, 1, columns)) for _ in range(2)]
-    outcome = run(file, [[(*own, gathers) for own in ranks]])
-    assert outcome.failure is None and outcome.findings == [], (outcome.failure, outcome.findings)
+    outputs = run_call(differentiate, [(*own, gathers) for own in ranks], schedules=4)
     wide = [[value.double().requires_grad_() for value in own] for own in ranks]
     totals = [part + own[2] for part, own in zip((wide[0][0] + wide[1][0]).chunk(2), wide, strict=True)]
     norms = [F.rms_norm(total, (columns,), own[1], 1e-6) for total, own in zip(totals, wide, strict=True)]
     ys = [torch.cat(norms)] * 2 if gathers else norms
     sum((y * own[3][: len(y)]).sum() + total.sum() for y, own, total in zip(ys, wide, totals, strict=True)).backward()  # type: ignore[union-attr]
-    for (y, total, *grads, y8, scales), own, want, sums in zip(outcome.outputs[0], wide, ys, totals, strict=True):
+    for (y, total, *grads, y8, scales), own, want, sums in zip(outputs, wide, ys, totals, strict=True):
         assert torch.equal(total.double(), sums)
         torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-6)
         torch.testing.assert_close(y8.double() * scales.double(), want, rtol=0.07, atol=float(scales.max()) * 2**-9)

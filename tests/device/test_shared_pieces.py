@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from device.judged import cases, judge, judge_case, require_correct
-from device.twins import changed, twin, write_solution
+from device.judged import judge, judge_case, require_correct
+from device.runs import run_call
+from device.twins import changed, use_twin, write_solution
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin
+from peerlane.device import compile_cubin, group_of
 from peerlane.device.collectives import strided
 from peerlane.device.host.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
-from peerlane.emulator.solution_run import run
 from peerlane.errors import CompileError, UsageError
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
+from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 INLINE = """
     if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
@@ -31,7 +32,7 @@ INLINE = """
 def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement:
     """Problem 36 with this body in the kernel."""
     line = "exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);"
-    monkeypatch.setattr(strided, "AXIS_EXCHANGE", twin(strided.AXIS_EXCHANGE, line, body))
+    use_twin(monkeypatch, strided, "AXIS_EXCHANGE", line, body)
     return judge_case(36, "padded_bf16", schedules=20)
 
 
@@ -63,8 +64,7 @@ def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
     ids=["packets_that_are_never_new", "an_empty_sum"],
 )
 def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: str, new: str) -> None:
-    case = problems.get(18).case("small", "ragged_bf16", 2)
-    judged = judge(write_solution(tmp_path, 18, old, new), 18, case)
+    judged = judge_case(18, "ragged_bf16", file=write_solution(tmp_path, 18, old, new))
     assert judged.wrong or judged.outcome.findings
 
 
@@ -109,26 +109,20 @@ def test_a_twin_that_differs_from_its_header_does_not_compile() -> None:
         compile_cubin(declared.source, defines={"BROKEN": ""})
 
 
-def test_wrong_sizes_and_fields_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "1_declared_cuda.py"
-    for call, says in (
-        ("bind(group_of(), grid=1, block=32, sizes={'flags': 3})", r"sizes of \['flags'\]; expected \['packets'\]"),
-        ("bind(group_of(), grid=1, block=32, sizes={'packets': 3}, rows=2)", "has no field 'rows' to set; expected one of y, n"),
-    ):
-        path.write_text(
-            "from peerlane.device import group_of\nfrom device.test_shared_pieces import *\n"
-            "two = DeclaredKernel('two_parts', KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer(), n=U32)\n"
-            f"def solution(tensor):\n    two.{call}\n"
-        )
-        failure = judge(path, 1, cases(problems.get(1), 2)[0]).outcome.failure
-        assert failure is not None and isinstance(failure[1], UsageError)
-        with pytest.raises(UsageError, match=says):
-            raise failure[1]
+def test_wrong_sizes_and_fields_are_told() -> None:
+    def refuse() -> None:
+        two = DeclaredKernel("two_parts", KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer(), n=U32)
+        with pytest.raises(UsageError, match=r"sizes of \['flags'\]; expected \['packets'\]"):
+            two.bind(group_of(), grid=1, block=32, sizes={"flags": 3})
+        with pytest.raises(UsageError, match="has no field 'rows' to set; expected one of y, n"):
+            two.bind(group_of(), grid=1, block=32, sizes={"packets": 3}, rows=2)
+
+    run_call(refuse, [(), ()])
 
 
 def test_an_exchange_of_axes_says_what_it_takes(tmp_path: Path) -> None:
-    case = problems.get(36).case("small", "padded_bf16", 2)
-    failure = judge(write_solution(tmp_path, 36, "cut=head_dim", "cut=seq_dim"), 36, case).outcome.failure
+    file = write_solution(tmp_path, 36, "cut=head_dim", "cut=seq_dim")
+    failure = judge_case(36, "padded_bf16", file=file).outcome.failure
     assert failure is not None and "expected two axes" in str(failure[1])
 
 
@@ -141,45 +135,28 @@ def test_roles_share_the_registers_that_a_block_begins_with() -> None:
     compile_cubin(f"#include <peerlane/tiles/roles.cuh>\nusing namespace peerlane;\nstatic_assert({fits} && !({waits}));\n")
 
 
-@pytest.mark.slow
-def test_norms_may_change_their_ranks_from_call_to_call(tmp_path: Path) -> None:
-    file = tmp_path / "clip.py"
-    file.write_text("""
-import torch
-from peerlane.device import group_of
-from peerlane.solutions.families.clipping import Clipping, clip_gradients
+def test_norms_may_change_their_ranks_from_call_to_call() -> None:
+    def clip(gradient: torch.Tensor, *members: tuple[float, float]) -> list[torch.Tensor]:
+        return [clip_gradients(group_of(), [gradient.clone()], [], Clipping(of, of, 100.0, 1.0)) for of in members]
 
-def solution(gradient, *members):
-    return [clip_gradients(group_of(), [gradient.clone()], [], Clipping(of, of, 100.0, 1.0)) for of in members]
-""")
     both, mine = (1.0, 1.0), ((1.0, 0.0), (0.0, 1.0))
-    outcome = run(file, [[(torch.full((8,), rank + 1.0), both, mine[rank], both if rank else mine[0]) for rank in range(2)]])
-    if outcome.failure is not None:
-        raise outcome.failure[1]
-    assert [[float(norm) for norm in norms] for norms in outcome.outputs[0]] == [[24.0, 8.0, 8.0], [24.0, 16.0, 24.0]]
+    given = [(torch.full((8,), rank + 1.0), both, mine[rank], both if rank else mine[0]) for rank in range(2)]
+    assert [[float(norm) for norm in norms] for norms in run_call(clip, given, schedules=4)] == [[24.0, 8.0, 8.0], [24.0, 16.0, 24.0]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_may_begin_anywhere(tmp_path: Path, dtype: torch.dtype) -> None:
-    file = tmp_path / "clip.py"
-    file.write_text("""
-from peerlane.device import group_of
-from peerlane.solutions.families.clipping import Clipping, clip_gradients
+def test_gradients_may_begin_anywhere(dtype: torch.dtype) -> None:
+    def clip(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = flat.clone()
+        gradients = [flat[1:3], flat[5:12], flat[15:50015], flat[50017:90000]]
+        return clip_gradients(group_of(), gradients[:3], gradients[3:], Clipping((1.0, 1.0), (1.0, 1.0), 1.0, 2.0)), flat
 
-def solution(flat):
-    flat = flat.clone()
-    gradients = [flat[1:3], flat[5:12], flat[15:50015], flat[50017:90000]]
-    return clip_gradients(group_of(), gradients[:3], gradients[3:], Clipping((1.0, 1.0), (1.0, 1.0), 1.0, 2.0)), flat
-""")
     given = [torch.randn(90001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(2)]
-    outcome = run(file, [[(flat,) for flat in given]])
-    if outcome.failure is not None:
-        raise outcome.failure[1]
+    outputs = run_call(clip, [(flat,) for flat in given], schedules=4)
     inside = torch.ones(90001, dtype=torch.bool)
     inside[[0, 3, 4, 12, 13, 14, 50015, 50016, 90000]] = False
     norm = torch.cat([flat[inside] for flat in given]).double().norm()
-    for flat, (found, clipped) in zip(given, outcome.outputs[0], strict=True):
+    for flat, (found, clipped) in zip(given, outputs, strict=True):
         torch.testing.assert_close(found.double(), norm, rtol=1e-5, atol=0.0)
         torch.testing.assert_close(
             clipped, torch.where(inside, (flat.double() / norm).to(dtype), flat), rtol=2e-5 if dtype is torch.float32 else 0.01, atol=0.0

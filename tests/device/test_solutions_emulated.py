@@ -1,23 +1,20 @@
 """Solutions on emulated ranks: right as they are, and refused with one thing broken."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from device.judged import judge, require_correct
-from device.twins import twin
-from peerlane import problems, solutions
+from device.judged import judge_case, require_correct
+from device.runs import run_call
+from device.twins import use_twin, write_solution
 from peerlane.device import group_of
 from peerlane.device.collectives import counts
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.emulator import sequence
 from peerlane.emulator.build import Program
-from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.problems import Case
 from peerlane.solutions.families import clipping, convolution, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
@@ -95,31 +92,23 @@ SHARED = {
 }  # fmt: skip
 
 
-def case_of(number: int, label: str, world_size: int) -> Case:
-    return problems.get(number).case("small", label, world_size)
-
-
 @pytest.mark.parametrize("number", QUICK)
 def test_solutions_are_right(number: int) -> None:
-    require_correct(judge(solutions.files()[number], number, case_of(number, QUICK[number], 2), schedules=2))
+    require_correct(judge_case(number, QUICK[number], schedules=2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("filters", [(3, 0.8), (0, 0.8), (0, 1.0)], ids=["list", "search", "all"])
 def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[int, float]) -> None:
     """The NaN is on one rank, the target on the other one."""
     logits = [torch.linspace(rank, 1 - rank, 16).view(2, 8).clone() for rank in range(2)]
     logits[1][0, 5] = float("nan")
     target, weight = torch.tensor([0, 0]), torch.ones(2)
-    ranks = EmulatedRanks(2, schedules=1)
     for gradient in (None, weight):
-        ranks.load(lambda rank: lambda logits, target, weight: nucleus.filtered_logits(group_of(), logits, target, filters, weight))
         given = [(shard.clone(), target.clone(), None if gradient is None else gradient.clone()) for shard in logits]
-        for found in ranks.call(given, lambda rank, output: output.clone()):
+        for found in run_call(lambda *own: nucleus.filtered_logits(group_of(), *own[:2], filters, own[2]), given):
             assert found[0].isnan().all() and not found[1].isnan().any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "label", "sizes"),
     [
@@ -133,20 +122,14 @@ def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[i
     ],
 )
 def test_rows_of_whole_vectors_are_right(number: int, label: str, sizes: Mapping[str, object]) -> None:
-    case = case_of(number, label, 2)
-    require_correct(judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1))
+    require_correct(judge_case(number, label, schedules=1, **sizes))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "label"), [(67, "uneven_bf16")])
 def test_solutions_make_room_and_launch_again(number: int, label: str, tmp_path: Path) -> None:
-    text, file = solutions.files()[number].read_text(), tmp_path / solutions.files()[number].name
-    assert text.count("return [1024]") == 1
-    file.write_text(text.replace("return [1024]", "return [1]"))
-    require_correct(judge(file, number, case_of(number, label, 2), schedules=2))
+    require_correct(judge_case(number, label, schedules=2, file=write_solution(tmp_path, number, "return [1024]", "return [1]")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "sizes"),
     [
@@ -162,29 +145,23 @@ def test_convolutions_with_one_thing_wrong_are_refused(
         windows = convolution.Windows
         monkeypatch.setattr(convolution, "Windows", lambda *fields: windows(*fields[:3], fields[3] + 1, fields[4]))
     else:
-        other = twin(convolution.TURNED_RESULT, "value[0] += bias, value[1] += bias;", "value[0] += bias;")
-        monkeypatch.setattr(convolution, "TURNED_RESULT", other)
-    case = case_of(number, "plain_bf16" if number == 76 else "three_bf16", 2)
-    assert not judge(solutions.files()[number], number, replace(case, params={**case.params, **sizes}), schedules=1).correct
+        use_twin(monkeypatch, convolution, "TURNED_RESULT", "value[0] += bias, value[1] += bias;", "value[0] += bias;")
+    assert not judge_case(number, "plain_bf16" if number == 76 else "three_bf16", schedules=1, **sizes).correct
 
 
-@pytest.mark.slow
 def test_turned_rows_in_a_wrong_place_are_refused(tmp_path: Path) -> None:
-    text, case = solutions.files()[87].read_text(), case_of(87, "three_bf16", 2)
     old, new = "turn_rows(0, args.padding, before, args.padding + args.rows);", "turn_rows(0, args.padding, before, args.rows);"
-    assert text.count(old) == 1
-    (file := tmp_path / solutions.files()[87].name).write_text(text.replace(old, new))
-    sizes = {"channels": 64, "outputs": 8, "rows": 3, "columns": 8}
-    assert not judge(file, 87, replace(case, params={**case.params, **sizes}), schedules=1).correct
+    file = write_solution(tmp_path, 87, old, new)
+    assert not judge_case(87, "three_bf16", schedules=1, file=file, channels=64, outputs=8, rows=3, columns=8).correct
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "world_size"), [(40, 2), (41, 2), (47, 2), (47, 4)])
 def test_training_steps_copy_beside_products(number: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_step, "COPIED_BYTES", 0)
-    require_correct(judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=2))
+    require_correct(judge_case(number, "bf16", world_size, schedules=2))
     monkeypatch.setattr(training_step.Step, "copy", lambda *_: True)
-    assert not judge(solutions.files()[number], number, case_of(number, "bf16", world_size), schedules=1).correct
+    assert not judge_case(number, "bf16", world_size, schedules=1).correct
 
 
 @pytest.fixture
@@ -203,19 +180,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Cubin]:
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "label"), {number: label for number, label, _, _ in TWINS}.items())
 def test_all_solutions_are_right_on_four_ranks_and_compile(number: int, label: str, compiled: list[Cubin]) -> None:
-    require_correct(judge(solutions.files()[number], number, case_of(number, label, 4), schedules=1))
+    require_correct(judge_case(number, label, 4, schedules=1))
     assert compiled
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "label", "old", "new"), TWINS)
 def test_a_broken_twin_is_refused(number: int, label: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = solutions.files()[number]
+    file = None
     if (module := SHARED.get(number)) is not None:
-        (name, kernel) = next((name, value) for name, value in vars(module).items() if isinstance(value, DeclaredKernel))
-        monkeypatch.setattr(module, name, twin(kernel, old, new))
+        use_twin(monkeypatch, module, next(name for name, value in vars(module).items() if isinstance(value, DeclaredKernel)), old, new)
     else:
-        assert file.read_text().count(old) == 1
-        file = tmp_path / file.name
-        file.write_text(solutions.files()[number].read_text().replace(old, new))
-    assert not judge(file, number, case_of(number, label, 2), schedules=3).correct
+        file = write_solution(tmp_path, number, old, new)
+    assert not judge_case(number, label, schedules=3, file=file).correct

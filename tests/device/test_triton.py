@@ -1,5 +1,7 @@
 """The Triton functions compile to PTX that obeys the rules. No GPU is needed; the interpreter can not run them."""
 
+from typing import Any
+
 import pytest
 import triton
 import triton.language as tl
@@ -9,6 +11,13 @@ from triton.compiler import ASTSource
 from peerlane.device import triton as kit
 from peerlane.device.tools.lint import lint
 from peerlane.evaluate.ranks.public_helpers import triton_utils
+
+
+def ptx_of(function: Any, types: dict[str, str], constants: dict[str, int]) -> str:
+    """Compiles a function of arguments of these types, and behind them these constants."""
+    source = ASTSource(fn=function, signature=types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return ptx
 
 
 @triton.jit
@@ -23,17 +32,8 @@ def sum_of_all(table, flags, data, number, length, WORLD_SIZE: tl.constexpr, BLO
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_kernel_of_the_primitives_compiles_and_obeys_the_rules(world_size: int) -> None:
-    signature = {
-        "table": "*i64",
-        "flags": "i64",
-        "data": "i64",
-        "number": "i32",
-        "length": "i32",
-        "WORLD_SIZE": "constexpr",
-        "BLOCK": "constexpr",
-    }
-    source = ASTSource(fn=sum_of_all, signature=signature, constexprs={"WORLD_SIZE": world_size, "BLOCK": 1024})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    types = {"table": "*i64", "flags": "i64", "data": "i64", "number": "i32", "length": "i32"}
+    ptx = ptx_of(sum_of_all, types, {"WORLD_SIZE": world_size, "BLOCK": 1024})
     others = world_size - 1
     assert ptx.count("ld.relaxed.sys.global.u32 seen") == 2 * others
     assert ptx.count("@first st.relaxed.sys.global.u32") == 2 * others + 1
@@ -48,10 +48,7 @@ def barrier_of_blocks(pads, rank, WORLD_SIZE: tl.constexpr):  # type: ignore[no-
 
 
 def test_the_barrier_has_one_thread_per_peer_and_a_time_limit() -> None:
-    source = ASTSource(
-        fn=barrier_of_blocks, signature={"pads": "*i64", "rank": "i32", "WORLD_SIZE": "constexpr"}, constexprs={"WORLD_SIZE": 4}
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = ptx_of(barrier_of_blocks, {"pads": "*i64", "rank": "i32"}, {"WORLD_SIZE": 4})
     assert ptx.count("atom.global.acq_rel.sys.cas.b32") == 2
     assert ptx.count("atom.global.relaxed.sys.cas.b32") == ptx.count("trap;") - 2 == 1
     before = ptx.partition("atom.global.acq_rel.sys.cas.b32")[0]

@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.emulator.sequence import findings
+from device.runs import run_call
 
 
 @triton.jit
@@ -43,9 +42,5 @@ def test_products_of_triton_are_exact_on_whole_numbers(name: str) -> None:
         product[(1,)](a, b.T.contiguous() if turned else b, c, a.shape[1], m, n, block, turned, num_warps=warps, num_stages=2)
         return c
 
-    world = EmulatedRanks(1, schedules=3)
-    world.load(lambda rank: solution)
-    (c,) = world.call([(a, b)], lambda rank, output: output.clone())
-    found = findings(world.reports())
-    assert not found, "\n".join(map(str, found))
+    (c,) = run_call(solution, [(a, b)], schedules=3)
     assert torch.equal(c, a.float() @ b.float())

@@ -1,42 +1,34 @@
 """Ulysses attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
 from device.judged import judge_case, require_correct
+from device.runs import Run, run_calls
 from device.test_attention import BF16, expected
-from device.twins import twin
+from device.twins import use_twin
 from peerlane.device.attention import shards, short, ulysses
 from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.host.jit import compiler_report
-from peerlane.emulator import solution_run
 from representatives import first
 
-CALLER = """
-from peerlane.device.attention.ulysses import attend_by_heads
-
-def solution(q, k, v, causal):
-    return attend_by_heads(q, k, v, causal=causal)
-"""
+HEADERS = ("attention/ulysses_attention.cuh", "attention/shards.cuh", "attention/attention.cuh")
 
 
-def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[solution_run.Outcome, float]:
+def run(length: int, *, causal: bool, calls: int = 3) -> tuple[Run, float]:
     """What came of two ranks with two heads, and the largest error of a result."""
-    file = folder / "attends.py"
-    file.write_text(CALLER)
     generator = torch.Generator().manual_seed(length)
     arguments = [
-        [(*(torch.randn(1, length, 2, 32, generator=generator).to(BF16) for _ in range(3)), causal) for _ in range(2)] for _ in range(calls)
+        [tuple(torch.randn(1, length, 2, 32, generator=generator).to(BF16) for _ in range(3)) for _ in range(2)] for _ in range(calls)
     ]
-    outcome = solution_run.run(file, arguments, schedules=1)
-    worst = 0.0
-    for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
+    found, worst = run_calls(lambda rank: partial(ulysses.attend_by_heads, causal=causal), arguments), 0.0
+    for given, got in zip(arguments, found.outputs, strict=False):
         wanted, _ = expected(*(torch.cat([own[i] for own in given], 1) for i in range(3)), None, causal)
         worst = max(worst, float((torch.cat(got, 1) - wanted).norm() / wanted.norm()))
-    return outcome, worst
+    return found, worst
 
 
 @pytest.mark.parametrize("label", ["one_head_causal_bf16", "causal_fp32"])
@@ -44,9 +36,9 @@ def test_the_solution_is_right(label: str) -> None:
     require_correct(judge_case(39, label, schedules=1))
 
 
-def test_longer_sequences_are_right(tmp_path: Path) -> None:
-    outcome, worst = run(tmp_path, 20, causal=True, calls=2)
-    assert outcome.failure is None and outcome.findings == [] and worst < 0.01
+def test_longer_sequences_are_right() -> None:
+    found, worst = run(20, causal=True, calls=2)
+    found.clean(worst < 0.01)
 
 
 SHORT_TWINS = {
@@ -57,11 +49,10 @@ SHORT_TWINS = {
 
 
 @pytest.mark.parametrize("name", first(SHORT_TWINS))
-def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = SHORT_TWINS[name]
-    monkeypatch.setattr(short, "SHORT_ATTENTION", twin(short.SHORT_ATTENTION, line, instead))
-    outcome, worst = run(tmp_path, 3, causal=False)
-    assert outcome.findings or worst > 0.01
+def test_a_twin_for_short_sequences_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_twin(monkeypatch, short, "SHORT_ATTENTION", *SHORT_TWINS[name])
+    found, worst = run(3, causal=False)
+    assert found.faults(worst <= 0.01)
 
 
 TWINS = {
@@ -74,37 +65,21 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", first(TWINS))
-def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line, instead = TWINS[name]
-    monkeypatch.setattr(
-        ulysses,
-        "ULYSSES_ATTENTION",
-        twin(
-            ulysses.ULYSSES_ATTENTION, line, instead, "attention/ulysses_attention.cuh", "attention/shards.cuh", "attention/attention.cuh"
-        ),
-    )
-    outcome, worst = run(tmp_path, 20, causal=True, calls=2)
-    assert outcome.findings or worst > 0.01
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_twin(monkeypatch, ulysses, "ULYSSES_ATTENTION", *TWINS[name], *HEADERS)
+    found, worst = run(20, causal=True, calls=2)
+    assert found.faults(worst <= 0.01)
 
 
 @pytest.mark.long
-def test_a_twin_in_which_one_piece_speaks_for_all_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_twin_in_which_one_piece_speaks_for_all_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_PIECE_BYTES", 1)  # so that a shard has two of them
-    assert not run(tmp_path, 200, causal=False, calls=2)[0].findings
+    run(200, causal=False, calls=2)[0].clean()
     line = "const u32 come = peers.wait_leading("
-    broken = twin(
-        ulysses.ULYSSES_ATTENTION,
-        line,
-        line.replace("peers", "warp_threads + 0 * peers"),
-        "attention/ulysses_attention.cuh",
-        "attention/shards.cuh",
-        "attention/attention.cuh",
-    )
-    monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", broken)
-    outcome, worst = run(tmp_path, 200, causal=False, calls=2)
-    assert outcome.findings or worst > 0.01
+    use_twin(monkeypatch, ulysses, "ULYSSES_ATTENTION", line, line.replace("peers", "warp_threads + 0 * peers"), *HEADERS)
+    found, worst = run(200, causal=False, calls=2)
+    assert found.faults(worst <= 0.01)
 
 
 def test_kernels_keep_to_their_registers_and_their_shared_memory() -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import pytest
@@ -23,6 +24,11 @@ def twin(kernel: Declared, old: str, new: str, *headers: str) -> Declared:
         text = text.replace(include, (INCLUDE_DIR / "peerlane" / header).read_text().replace("#pragma once", ""))
     assert text.count(old) == 1, f"{text.count(old)} times in {kernel.name}: {old}"
     return type(kernel)(kernel.name, text.replace(old, new), **kernel.fields)
+
+
+def use_twin(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, old: str, new: str, *headers: str) -> None:
+    """Puts a twin in the place of the module's kernel."""
+    monkeypatch.setattr(module, kernel, twin(getattr(module, kernel), old, new, *headers))
 
 
 def changed(text: str, old: str, new: str) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from device.runs import run_call, run_calls
 from peerlane import ops
 from peerlane.device import group_of
 from peerlane.device.attention.forward import attention
 from peerlane.device.collectives import plans
-from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 from peerlane.ops.groups import rank, world_size
 
@@ -152,10 +152,9 @@ def batches(ranks: int) -> Iterator[tuple[Rows, int]]:
 
 def bits(operator: Operator, ranks: int, gathers: bool) -> set[bytes]:
     """Returns the different bits that row 0 of the pool has."""
-    made, found = EmulatedRanks(ranks, schedules=1), set[bytes]()
-    made.load(lambda rank: operator)
-    for rows, at in batches(ranks):
-        outputs = made.call([(rows,)] * ranks, lambda rank, output: output)
+    found, made = set[bytes](), [*batches(ranks)]
+    calls = run_calls(lambda rank: operator, [[(rows,)] * ranks for rows, _ in made]).clean()
+    for (_, at), outputs in zip(made, calls, strict=True):
         tensors = [output if isinstance(output, tuple) else (output,) for output in outputs]
         whole = tensors[0] if not gathers else [torch.cat(parts) for parts in zip(*tensors, strict=True)]
         found.add(b"".join(part[at : at + 1].contiguous().view(torch.uint8).numpy().tobytes() for part in whole))
@@ -170,12 +169,10 @@ def test_a_row_has_the_same_bits_in_every_batch(name: str, mode: None) -> None:
 @pytest.mark.slow
 def test_groups_of_rows_have_the_same_bits_in_every_batch(mode: None) -> None:
     """Row 0 of the pool is the first or the last of its group."""
-    made, found = EmulatedRanks(2, schedules=1), set[bytes]()
-    made.load(lambda rank: grouped)
-    for rows in ([1, 0, 2], [5, 6, 0, 2, 3, 4], [*range(1, 50), 0, *range(50, 149)]):
-        out = made.call([(rows,)] * 2, lambda rank, output: output)[0]
-        found.add(out[rows.index(0) - len(rows) // 3].view(torch.uint8).numpy().tobytes())
-    assert len(found) == 1
+    groups = [1, 0, 2], [5, 6, 0, 2, 3, 4], [*range(1, 50), 0, *range(50, 149)]
+    calls = run_calls(lambda rank: grouped, [[(rows,)] * 2 for rows in groups]).clean()
+    found = [out[rows.index(0) - len(rows) // 3] for rows, (out, _) in zip(groups, calls, strict=True)]
+    assert all(torch.equal(row.view(torch.uint8), found[0].view(torch.uint8)) for row in found)
 
 
 @pytest.mark.slow
@@ -203,15 +200,12 @@ def test_every_kernel_of_a_sum_gives_the_same_bits(name: str, monkeypatch: pytes
 
 def test_many_tokens_are_normalised_in_slices() -> None:
     """And summed and rounded once, as a single one is."""
-    made = EmulatedRanks(2, schedules=1)
-    made.load(lambda rank: lambda x, weight, residual: ops.all_reduce_rms_norm(x, weight, residual))
     drawn = torch.randn(2, 600, 64, generator=torch.Generator().manual_seed(1)).to(BF16)
     residual, weight = drawn.flip(1)[0], torch.ones(64, dtype=BF16)
-    (y, total), _ = made.call([(x.clone(), weight.clone(), residual.clone()) for x in drawn], lambda rank, output: output)
-    for at in (0, 599):
-        (one, of_one), _ = made.call(
-            [(x[at : at + 1].clone(), weight.clone(), residual[at : at + 1].clone()) for x in drawn], lambda _, out: out
-        )
+    slices = slice(0, 600), slice(0, 1), slice(599, 600)
+    calls = [[(x[rows].clone(), weight.clone(), residual[rows].clone()) for x in drawn] for rows in slices]
+    ((y, total), _), *singles = run_calls(lambda rank: ops.all_reduce_rms_norm, calls).clean()
+    for at, ((one, of_one), _) in zip((0, 599), singles, strict=True):
         assert torch.equal(of_one[0], total[at]) and torch.equal(one[0], y[at])
     assert torch.equal(total, (drawn.float().sum(0) + residual.float()).to(BF16))
 
@@ -239,13 +233,12 @@ def test_what_has_no_batch_invariant_kernel_is_refused(mode: None) -> None:
         ),
     }
 
-    def load(rank: int) -> Any:
+    def refuse() -> None:
         for name, call in refused.items():
             with pytest.raises(
                 UsageError, match=rf"^{name} got .* in a group of 2: no kernel of the kit .* ops\.set_batch_invariant\(False\)"
             ):
                 call()
         assert ops.gemm_all_reduce(wide[:0], torch.ones(K, N)).shape == (0, N)  # no row, no bits
-        return lambda: None
 
-    EmulatedRanks(2, schedules=1).load(load)
+    run_call(refuse, [(), ()])

@@ -14,9 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from device.runs import run_calls
 from ops.llama import Llama, rms_norm
 from peerlane import ops
-from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.emulator.team import EmulatedLaunch
 from peerlane.ops.fusion import AllReduceFusion, fuse_all_reduces
 
@@ -199,9 +199,7 @@ def test_a_fused_llama_has_the_whole_losses_and_kernels(monkeypatch: pytest.Monk
         whole = Llama(0, 1, lambda x: x)(tokens)
     launched, launch = list[str](), EmulatedLaunch.__call__
     monkeypatch.setattr(EmulatedLaunch, "__call__", lambda own: (launched.append(own.kernel.name), launch(own))[1])
-    made = EmulatedRanks(2, schedules=1)
-    made.load(lambda rank: lambda: torch.no_grad()(ran[rank][0])(*ran[rank][1])[0])
-    losses = made.call([()] * 2, lambda rank, loss: loss)
+    (losses,) = run_calls(lambda rank: lambda: torch.no_grad()(ran[rank][0])(*ran[rank][1])[0], [[()] * 2]).clean()
     assert torch.equal(*losses) and abs(float(losses[0] - whole)) < 0.02 * float(whole), (losses, whole)
     assert launched == ["all_reduce_rms_norm"] * 4 * 2
 

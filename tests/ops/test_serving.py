@@ -3,8 +3,6 @@
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peerlane.emulator.ranks import EmulatedRanks
+from device.runs import equal, run_calls
 from peerlane.errors import UsageError
 from peerlane.ops.serving import CustomAllReduce
 
@@ -44,9 +42,8 @@ def test_an_engine_gets_sums_of_any_dense_tensor(ranks: int) -> None:
     """Odd sizes, strides, integers; what the kit has no kernel for, or is larger than the engine wants, is declined on all ranks."""
     shapes = (5, 7), (3,), (16, 8)
     draw = lambda rank, shape: torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)  # noqa: E731
-    made = EmulatedRanks(ranks, schedules=1)
 
-    def load(rank: int) -> Any:
+    def make(rank: int) -> Any:
         engine = Engine(CustomAllReduce, None, "cpu", max_size=1000, symm_mem_enabled=True)
         comm = engine.ca_comm
         assert (comm.disabled, comm.reason, comm.rank, comm.world_size) == (False, "", rank, ranks)
@@ -61,12 +58,9 @@ def test_an_engine_gets_sums_of_any_dense_tensor(ranks: int) -> None:
 
         return call
 
-    made.load(load)
-    outputs = made.call([tuple(draw(rank, shape) for shape in shapes) for rank in range(ranks)], lambda rank, output: output)
+    (outputs,) = run_calls(make, [[tuple(draw(rank, shape) for shape in shapes) for rank in range(ranks)]]).clean()
     totals = [torch.stack([draw(rank, shape) for rank in range(ranks)]).float().sum(0).to(torch.bfloat16) for shape in shapes]
-    for found in outputs:
-        for got, want in zip(found, [*totals, totals[0], totals[0], totals[2].t(), totals[1]], strict=True):
-            assert torch.equal(got, want)
+    assert equal(outputs, [[*totals, totals[0], totals[0], totals[2].t(), totals[1]]] * ranks)
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
@@ -88,13 +82,6 @@ def test_the_page_puts_the_communicator_into_engines(engine: str, package: str, 
     assert made is CustomAllReduce
     name = re.search(r'"(peerlane[\w.]+)"\}\}', PAGE)
     assert name is not None and callable(pkgutil.resolve_name(name[1]))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=9))
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

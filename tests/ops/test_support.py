@@ -29,11 +29,8 @@ def test_declared_casts_are_those_that_checks_see(case: Case) -> None:
     assert SUPPORT[case.operator].casts == case.casts
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])
 def test_products_refuse_integers(name: str) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(UsageError, match="floating-point"):
-            getattr(ops, name)(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64))
-    finally:
-        torch.distributed.destroy_process_group()
+    with pytest.raises(UsageError, match="floating-point"):
+        getattr(ops, name)(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64))

@@ -1,14 +1,12 @@
 """Operators on emulated ranks: groups of one to eight, reductions, axes and outputs that stay, memory that is bounded."""
 
-import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from device import emulated
+from device.runs import run_call, run_calls
 from peerlane import ops
 from peerlane.device import communicator, group_of
 from peerlane.device.host.group import current_group
@@ -18,12 +16,9 @@ from peerlane.ops import preparation
 from representatives import first
 
 BF16 = torch.bfloat16
-outputs = functools.partial(emulated.outputs, schedules=1)
-COLLECTIVES = """
-import torch
-from peerlane import ops
 
-def solution(x):
+
+def call_collectives(x: torch.Tensor) -> list[torch.Tensor]:
     out, own = torch.empty_like(x), x.clone()
     found = [ops.all_reduce(x, reduce_op=op) for op in ("sum", "avg", "max", "min")]
     found += [ops.all_reduce(x, out=out), ops.all_reduce(own, reduce_op="max", out=own)]
@@ -33,26 +28,20 @@ def solution(x):
     found += [ops.reduce_scatter(x, out=torch.empty_like(x[:1])), ops.all_to_all(x)]
     assert found[4] is out and found[5] is own and all(value.is_contiguous() for value in found)
     return found
-"""
-PRODUCTS = """
-from peerlane import ops
 
-def solution(a, b, wide):
-    found = [ops.gemm_all_reduce(a, b), ops.gemm_reduce_scatter(a, b), ops.gemm_all_gather(a, b), ops.all_gather_gemm(a, wide)]
-    return found
-"""
-HELD = """
-import torch
-from peerlane import ops
 
-def solution(name, calls):
-    operator, held = getattr(ops, name), []
-    for arguments, settings in calls:
-        result = operator(*arguments, **settings)
+def call_products(a: torch.Tensor, b: torch.Tensor, wide: torch.Tensor) -> list[torch.Tensor]:
+    return [ops.gemm_all_reduce(a, b), ops.gemm_reduce_scatter(a, b), ops.gemm_all_gather(a, b), ops.all_gather_gemm(a, wide)]
+
+
+def hold_results(name: str, calls: list[tuple[Any, ...]]) -> list[bool]:
+    """Whether results lie in places of their own, and whether each is what it was."""
+    held = []
+    for arguments in calls:
+        result = getattr(ops, name)(*arguments)
         held.append((result, result.clone()))
     places = {result.data_ptr() for result, _ in held}
     return [len(places) == len(held)] + [bool(torch.equal(result, copy)) for result, copy in held]
-"""
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,11 +49,11 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torc
 
 
 @pytest.mark.parametrize("ranks", first([1, 3, 8, 2, 5], 3))
-def test_collectives_are_right_in_every_world(ranks: int, tmp_path: Path) -> None:
+def test_collectives_are_right_in_every_world(ranks: int) -> None:
     x = [integers(ranks, 2 * ranks, 2, seed=rank) for rank in range(ranks)]
     every = torch.stack(x)
     total, mean, most, least = every.sum(0), every.sum(0) / ranks, every.amax(0), every.amin(0)
-    for rank, found in enumerate(outputs(tmp_path, COLLECTIVES, [(own,) for own in x])):
+    for rank, found in enumerate(run_call(call_collectives, [(own,) for own in x])):
         wide = torch.cat(x, 1)
         wanted = [total, mean, most, least, total, most, torch.cat(x), wide, torch.cat(x, 2), total[rank : rank + 1]]
         wanted += [mean[:, 2 * rank : 2 * rank + 2], wide, total[rank : rank + 1], every[:, rank]]
@@ -72,14 +61,9 @@ def test_collectives_are_right_in_every_world(ranks: int, tmp_path: Path) -> Non
             assert torch.equal(got, want), f"output {number} of rank {rank}"
 
 
-UNEVEN = """
-from peerlane import ops
-
-def solution(sizes, *calls):
+def call_uneven(sizes: list[int], *calls: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
     found = [ops.all_gatherv(own, sizes) for own, _ in calls]
-    found += [ops.reduce_scatterv(whole, sizes, reduce_op=op) for _, whole in calls for op in ("sum", "avg")]
-    return found
-"""
+    return found + [ops.reduce_scatterv(whole, sizes, reduce_op=op) for _, whole in calls for op in ("sum", "avg")]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +76,13 @@ def solution(sizes, *calls):
         pytest.param(3, (2, 7, 0), 120_000, marks=pytest.mark.long),
     ],
 )
-def test_unequal_parts_are_gathered_and_scattered(ranks: int, rows: tuple[int, ...], columns: int, tmp_path: Path) -> None:
+def test_unequal_parts_are_gathered_and_scattered(ranks: int, rows: tuple[int, ...], columns: int) -> None:
     """Of a few bytes at odd places, of nothing, and in several rounds of packets."""
     own = [[integers(size, columns, seed=rank, dtype=dtype) for rank, size in enumerate(rows)] for dtype in (BF16, torch.float32)]
     whole = [[integers(sum(rows), columns, seed=9 + rank, dtype=dtype) for rank in range(ranks)] for dtype in (BF16, torch.float32)]
     calls = [(list(rows), *[(own[d][rank], whole[d][rank]) for d in range(2)]) for rank in range(ranks)]
     totals = [torch.stack(every).float().sum(0) for every in whole]
-    for rank, found in enumerate(outputs(tmp_path, UNEVEN, calls)):
+    for rank, found in enumerate(run_call(call_uneven, calls)):
         gathered, sums, means = found[:2], found[2::2], found[3::2]
         for number, dtype in enumerate((BF16, torch.float32)):
             assert torch.equal(gathered[number], torch.cat(own[number]))
@@ -107,7 +91,7 @@ def test_unequal_parts_are_gathered_and_scattered(ranks: int, rows: tuple[int, .
 
 
 @pytest.mark.parametrize("ranks", first([1, 8, 3, 5], 2))
-def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> None:
+def test_fused_products_are_right_in_every_world(ranks: int) -> None:
     a, b = (
         [integers(ranks, 8, seed=rank, dtype=BF16) for rank in range(ranks)],
         [integers(8, 8, seed=9 + rank, dtype=BF16) for rank in range(ranks)],
@@ -116,17 +100,16 @@ def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> 
     products = [left.float() @ right.float() for left, right in zip(a, b, strict=True)]
     total = torch.stack(products).sum(0)
     gathered = torch.cat(a, 1).float() @ wide.float()
-    for rank, found in enumerate(outputs(tmp_path, PRODUCTS, [(a[rank], b[rank], wide.clone()) for rank in range(ranks)])):
+    for rank, found in enumerate(run_call(call_products, [(a[rank], b[rank], wide.clone()) for rank in range(ranks)])):
         for got, want in zip(found, (total, total[rank : rank + 1], torch.cat(products, 1), gathered), strict=True):
             assert torch.equal(got, want.to(BF16))
 
 
-def held_calls(name: str, rank: int, ranks: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def held_calls(name: str, rank: int, ranks: int) -> list[tuple[Any, ...]]:
     """Three calls of an operator, with other contents each."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[Any, ...]] = []
     for number in range(3):
-        seed, settings = 10 * number + rank, dict[str, Any]()
-        arguments: tuple[Any, ...]
+        seed, arguments = 10 * number + rank, tuple[Any, ...]()
         if "attention" in name:
             arguments = tuple(integers(1, 4, 2, 16, seed=seed + part, dtype=BF16) for part in range(3))
         elif name == "gated_experts":
@@ -138,7 +121,7 @@ def held_calls(name: str, rank: int, ranks: int) -> list[tuple[tuple[Any, ...], 
             arguments = integers(4, 8, seed=seed, dtype=BF16), integers(8, 8, seed=7, dtype=BF16)
         else:
             arguments = (integers(4, 8, seed=seed),)
-        calls.append((arguments, settings))
+        calls.append(arguments)
     return calls
 
 
@@ -150,9 +133,9 @@ OPERATORS = [
 
 @pytest.mark.parametrize("ranks", first([2, 1]))
 @pytest.mark.parametrize("name", OPERATORS)
-def test_no_output_is_overwritten_by_later_calls(name: str, ranks: int, tmp_path: Path) -> None:
+def test_no_output_is_overwritten_by_later_calls(name: str, ranks: int) -> None:
     calls = [(name, held_calls(name, rank, ranks)) for rank in range(ranks)]
-    assert outputs(tmp_path, HELD, calls) == [[True] * 4] * ranks
+    assert run_call(hold_results, calls) == [[True] * 4] * ranks
 
 
 class Counter:
@@ -182,9 +165,7 @@ class Counter:
 
 
 def on_two_ranks(solution: Any) -> list[Any]:
-    made = EmulatedRanks(2, schedules=1, sm_count=8)
-    made.load(lambda rank: solution)
-    return made.call([()] * 2, lambda rank, result: result)
+    return run_calls(lambda rank: solution, [[()] * 2], sm_count=8).clean()[0]
 
 
 HIDDEN, MOST = 32, 8192
@@ -308,7 +289,5 @@ def test_backend_and_operators_share_one_communicator() -> None:
         left, closed = group.memory_report().leased_bytes, communicator(group).closed
         return [x.tolist(), first.tolist(), told.allocations, left, of_backend.closed, closed, ops.all_reduce(y).tolist()]
 
-    made = EmulatedRanks(2, schedules=1)
-    made.load(lambda rank: solution)
     summed = [2.0, 2.0, 2.0]
-    assert made.call([()] * 2, lambda rank, result: result) == [[summed, summed, 1, 0, True, False, summed]] * 2
+    assert run_call(solution, [()] * 2) == [[summed, summed, 1, 0, True, False, summed]] * 2
