@@ -1,4 +1,4 @@
-"""What emulated ranks have together: groups, memory, kernels and launches.
+"""Groups, memory, kernels and launches of emulated ranks, which they have together.
 
 Each launch is run once, for its result, then up to three in a row are run under ``schedules`` schedules. Behind each call every rank reads
 the arena memory that host code has asked for, as a caller does.
