@@ -44,7 +44,9 @@ def wrong(given: list[tuple[torch.Tensor, ...]], got: tuple[Any, ...], quantisat
     return not torch.allclose(y.double() * by, norm.clamp(-448 * by, 448 * by), rtol=2**-4 + 1e-4, atol=float(by.max()) * 2**-9)
 
 
-def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+def found(
+    world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype: torch.dtype = torch.bfloat16, schedules: int = 3
+) -> set[str]:
     """Returns the kinds of the emulator's findings for calls of these tokens and quantisations, and ``wrong_result``."""
     columns = BLOCKS_COLUMNS if any(quantisation == "block" for _, quantisation in calls) else COLUMNS
 
@@ -63,7 +65,7 @@ def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype
     arguments = [[(*own, quantisation) for own in ranks] for ranks, (_, quantisation) in zip(given, calls, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rms_norm, "one_shot_rows", lambda columns, world_size: one_shot)
-        run = run_calls(make, arguments, schedules=3)
+        run = run_calls(make, arguments, schedules=schedules)
     of_calls = zip(given, calls, run.outputs, strict=False)
     return run.faults(not any(wrong(ranks, got, quantisation) for ranks, (_, quantisation), outputs in of_calls for got in outputs))
 
@@ -109,7 +111,7 @@ def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.Mon
     use_twin(monkeypatch, rms_norm, "ALL_REDUCE_RMS_NORM", old, new)
     quantisation = "block" if "blocks" in name else "token"
     calls = [(2, quantisation)] * 4 if one_shot else [(3, "none")] * 4
-    assert found(2 if "parts" not in name else 3, calls, one_shot=one_shot or 1)
+    assert found(2 if "parts" not in name else 3, calls, one_shot=one_shot or 1, schedules=10)
 
 
 @pytest.mark.parametrize(
